@@ -1,4 +1,4 @@
-"""Define errors that a user can act on, and limit the length of their messages to one screen."""
+"""Define errors that a user can act on, and limit their messages to a screen."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import reprlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-LONGEST_MESSAGE = 4000  # bytes, about one screen
+LONGEST_MESSAGE = 4000  # bytes, about a screen
 _LONGEST_VALUE = 400
-_SHORTEST_SHARE = 240  # bytes that each of many problems gets at least
+_SHORTEST_SHARE = 240  # least bytes per problem when there are many
 
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = 120
@@ -18,13 +18,13 @@ _repr.maxlevel = 3
 
 
 class ExpectedError(Exception):
-    """The message states the problem, its place and the remedy. It is shown without a traceback."""
+    """The message states the problem, the place and the remedy. It is shown without a traceback."""
 
     def __str__(self) -> str:
         return bounded(super().__str__())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Keep message and attributes in a pickle. A constructor may take other arguments than the message."""
+        """Keep message and attributes in a pickle, because constructors may take arguments other than the message."""
         return _unpickled, (type(self), self.args), vars(self)
 
 
@@ -34,13 +34,13 @@ class MissingPackageError(ExpectedError, ImportError):
 
 def _unpickled(kind: type[ExpectedError], args: tuple[Any, ...]) -> ExpectedError:
     assert kind.__base__ is not None
-    error = kind.__base__.__new__(kind, *args)  # of the base with its memory layout, e.g. OSError
+    error = kind.__base__.__new__(kind, *args)  # by the base class with this memory layout, e.g. OSError
     error.args = args
     return error
 
 
 def shown(value: Any) -> str:
-    """Return a value as Python source; a long value is shortened to its beginning and end."""
+    """Return a value as Python source; a long value keeps only the beginning and end."""
     try:
         return bounded(_repr.repr(value), _LONGEST_VALUE)
     except ValueError:  # an integer of more digits than Python writes
@@ -48,7 +48,7 @@ def shown(value: Any) -> str:
 
 
 def bounded(text: str, limit: int = LONGEST_MESSAGE) -> str:
-    """Return `text` in at most `limit` bytes; control characters and unencodable ones are escaped."""
+    """Return `text` in at most `limit` bytes; control characters and unencodable characters are escaped."""
     size = len(text)
     text = "".join(c if c.isprintable() or c == "\n" else _escaped(c) for c in text[:limit])
     encoded = text.encode()
@@ -59,10 +59,10 @@ def bounded(text: str, limit: int = LONGEST_MESSAGE) -> str:
 
 
 def listing(source: str, problems: Sequence[str], whole: int = 0) -> str:
-    """Return "SOURCE: N problems" and a line for each; if they do not fit on a screen, the number of the others.
+    """Return "SOURCE: N problems" and a line for each problem. Problems that do not fit on a screen are only counted.
 
-    The other problems never shorten the first `whole` ones. Of the others, long ones share the bytes that short ones
-    leave.
+    Later problems never shorten the first `whole` problems. Among later problems, long lines share the bytes that short
+    lines leave.
     """
     count, mark = len(problems), "\n  - "
     lines = [f"{bounded(source, 300)}: {count} problem{'s' if count != 1 else ''}"]
@@ -83,9 +83,10 @@ def listing(source: str, problems: Sequence[str], whole: int = 0) -> str:
 
 
 def did_you_mean(name: str, candidates: Iterable[str], otherwise: str = "") -> str:
-    """Return "did you mean 'a' or 'b'?" for known names with all words of `name` or similar ones, else `otherwise`.
+    """Return "did you mean 'a' or 'b'?" for candidates that resemble `name`, else `otherwise`.
 
-    Example: dppo_tv has all its words in dppo_topk_tv, gsm8 is similar to gsm8k, and response_mask has the word mask.
+    A candidate resembles `name` if it has all words in `name`, is spelled similarly, or has only words in `name`.
+    Example: dppo_topk_tv has all words in dppo_tv, gsm8k is similar to gsm8, and mask is a word in response_mask.
     """
     folded = {other.lower(): other for other in candidates}
     close = [other for other in folded.values() if set(name.split("_")) <= set(other.split("_"))] if name else []
@@ -97,9 +98,9 @@ def did_you_mean(name: str, candidates: Iterable[str], otherwise: str = "") -> s
 
 
 def with_module(name: str) -> str:
-    """Return the name of own code in the form `module:attribute`, "" for a name without a module.
+    """Return advice to write the name of user code as `module:attribute`, "" for a name without a module.
 
-    Example: first.reward.reward is first.reward:reward, and first/reward.py is first.reward:NAME.
+    Example: write first.reward.reward as first.reward:reward, and first/reward.py as first.reward:NAME.
     """
     if name.endswith(".py") or "/" in name:
         return f"write {name.removesuffix('.py').strip('./').replace('/', '.')}:NAME, the NAME in that file"

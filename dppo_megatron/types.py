@@ -1,12 +1,19 @@
 """Define the data from prompt to gradient: plain frozen dataclasses, with numpy arrays until the trainer packs them.
 
-Array sizes are `P` prompt tokens, `S` tokens after the prompt, `R` of them sampled by the policy (all, except with
-`Rollout.spans`), `K` top-K ids, `n` samples of one prompt, `T` packed tokens, `L` layers with experts, and `k` experts
-of a token.
+Array sizes:
 
-`COLUMNS` declares every per-token value once. Engine replies, continuation, the bank, its audit, packing and the
-selection of rows iterate over it. To add a value, add its row here, fill it in where an engine's reply is decoded, and
-read it in the objective; docs/adding.md ("Adding a per-token value") names the files.
+    P  prompt tokens
+    S  tokens after the prompt
+    R  tokens after the prompt that the policy sampled: all S, except with `Rollout.spans`
+    K  top-K ids
+    n  samples per prompt
+    T  packed tokens
+    L  MoE layers
+    k  experts per token
+
+`COLUMNS` declares every per-token value once. Engine replies, continuation, the bank, the bank audit, packing and row
+selection iterate over it. To add a value, add a row here, fill the column where an engine reply is decoded, and read
+the column in the objective. docs/adding.md ("Adding a per-token value") names the files.
 """
 
 from __future__ import annotations
@@ -28,53 +35,55 @@ SAFETENSORS_DTYPES = {
     for kind, sizes in {"i": (1, 2, 4, 8), "u": (1, 2, 4, 8), "f": (2, 4, 8)}.items()
     for size in sizes
 }
-"""safetensors' names of numpy's types."""
+"""numpy dtypes by safetensors name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Describes a value of each token of a response.
+    """Describes a per-token value of a response. Values of `rows`:
 
-    rows: "sampled" = one row for each of the R sampled tokens; "read" = one for each token that the engine read, all P
-    + S except the last; "listed" = a variable number for each sampled token, end to end, with the numbers in column
-    `counts`. Example: two sampled tokens, the first drawn from {5, 7} and the second from {2}. The listed column
-    sampling_mask_ids is [5, 7, 2] and its counts column sampling_mask_counts is [2, 1].
+        sampled  a row for each of the R sampled tokens
+        read     a row for each token that the engine read: all P + S except the last
+        listed   a variable number of rows for each sampled token, end to end; the column `counts` has these numbers
+
+    Example: two sampled tokens, the first drawn from {5, 7} and the second from {2}. The listed column
+    sampling_mask_ids is [5, 7, 2], and the counts column sampling_mask_counts is [2, 1].
     """
 
     name: str
     dtypes: tuple[str, ...]  # dtypes that engines may report
     rows: Literal["sampled", "read", "listed"]
-    shape: tuple[str, ...] = ()  # names of the trailing dimensions; dimensions with one name have one size in a group
+    shape: tuple[str, ...] = ()  # names of the trailing dimensions; equal names have equal sizes within a group
     counts: str = ""
-    # Field of `GenerateRequest`, or value of its `flags`, that requests it and all other columns with this value; "" =
-    # always. A flag needs no other code: a request has the flags of the columns that the objective needs.
+    # Field of `GenerateRequest`, or value in `GenerateRequest.flags`, that requests all columns with this `asked_by`;
+    # "" = always. A flag needs no other code: a request has the flags of the columns that the objective needs.
     asked_by: str = ""
-    part: str = "core"  # part of the bank, see `PARTS`
-    stored: str = ""  # name in the bank's files, if it differs
+    part: str = "core"  # bank part, see `PARTS`
+    stored: str = ""  # name in the bank files, if it differs
     packed: str = ""  # dtype in a `TokenBatch`; "" = not used in training
     fill: int = 0  # value of packed rows that predict no sampled token, or were not read
-    token_ids: bool = False  # its values are in [fill, vocabulary)
+    token_ids: bool = False  # the values are in [fill, vocabulary)
 
     @property
     def stored_name(self) -> str:
         return self.stored or self.name
 
 
-# Bank parts, each read only by the ranks that need it: all ranks; two for the loss (pipeline's last stage); layers with
-# experts and routing replay.
+# Bank parts. A rank reads only the parts that it needs (`trainer.batches.parts_of`): core on all ranks, topk and
+# sampling_mask for the loss (last pipeline stage), routes for routing replay (ranks with MoE layers).
 PARTS = ("core", "topk", "sampling_mask", "routes")
 
 _TOPK = partial(Column, rows="sampled", shape=("K",), asked_by="topk", part="topk")
 _TEACHER = partial(Column, rows="sampled", asked_by="teacher", part="topk")
 _MASK = partial(Column, dtypes=("int32",), asked_by="sampling_mask", part="sampling_mask", packed="int32")
 COLUMNS = [
-    # ln mu of the sampled token, at the sampling temperature and normalized over its sampling mask.
+    # ln mu of the sampled token, at the sampling temperature and normalized over the sampling mask.
     Column("rollout_logprob", ("float32",), "sampled", packed="float32"),
     Column("versions", ("int32",), "sampled"),  # policy version that sampled the token
     # The K most likely tokens. An absent token has id -1.
     _TOPK("topk_ids", ("int32",), packed="int32", fill=-1, token_ids=True),
     _TOPK("rollout_topk_logprob", ("float32",), packed="float32", stored="topk_logprob"),
-    # The teacher's ln p of the sampled token, and its K most likely tokens; -1 = absent. The orchestrator adds them.
+    # The teacher's ln p of the sampled token and K most likely tokens; -1 = absent. The orchestrator adds them.
     _TEACHER("teacher_logprob", ("float32",), packed="float32"),
     _TEACHER("teacher_ids", ("int32",), shape=("K_teacher",), packed="int32", fill=-1, token_ids=True),
     _TEACHER("teacher_topk_logprob", ("float32",), shape=("K_teacher",), packed="float32"),
@@ -101,7 +110,7 @@ def column_named(name: str) -> Any:
 
 
 class TokenColumns:
-    """Contains the columns of `COLUMNS` as fields; `extra` has the columns without a field."""
+    """Contains the `COLUMNS` as fields; `extra` has the columns without a field."""
 
     __slots__ = ()
     __dataclass_fields__: dict[str, Any]
@@ -119,7 +128,7 @@ class TokenColumns:
 
     @classmethod
     def from_columns(cls: type[T], columns: Mapping[str, Any], **fields: Any) -> T:
-        """Build an instance with `columns`, as fields or in `extra`, and its other fields."""
+        """Build an instance from `columns` and the other `fields`. Columns without a field go into `extra`."""
         fields_of_class = {name: array for name, array in columns.items() if name in cls.__dataclass_fields__}
         fields["extra"] = {name: array for name, array in columns.items() if name not in fields_of_class}
         return cls(**fields, **fields_of_class)
@@ -128,10 +137,10 @@ class TokenColumns:
 def expected_shapes(
     columns: Mapping[str, Any], sampled: int, read: int, like: Mapping[str, Any], **sizes: int
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shape that each column must have, in the order of `COLUMNS`, including missing ones.
+    """Return the shape that each column must have, in the order of `COLUMNS`, including missing columns.
 
-    The size of a trailing dimension comes from `sizes`, else from the first column in `like` that has the dimension,
-    else it is -1. Example: 3 sampled tokens, 7 read tokens and K = 2 give rollout_logprob (3,), topk_ids (3, 2) and
+    A trailing dimension's size comes from `sizes`, else from the first column in `like` that has the dimension, else it
+    is -1. Example: 3 sampled tokens, 7 read tokens and K = 2 give rollout_logprob (3,), topk_ids (3, 2) and
     routed_experts (7, -1, -1).
     """
     shapes: dict[str, tuple[int, ...]] = {}
@@ -151,10 +160,10 @@ def expected_shapes(
 def split_columns(
     columns: Mapping[str, np.ndarray], sampled: Sequence[int] | np.ndarray, read: Sequence[int] | np.ndarray | None
 ) -> list[dict[str, np.ndarray]]:
-    """Split columns of consecutive pieces into views, one set for each piece.
+    """Split the columns of consecutive pieces into views, a dict for each piece.
 
-    `sampled` has the number of sampled tokens of each piece, and `read` the number of tokens that the engine read. With
-    `read` None the "read" columns are omitted.
+    sampled: number of sampled tokens in each piece.
+    read: number of tokens that the engine read for each piece; None omits the "read" columns.
     Example: sampled [2, 1] splits versions [4, 4, 5] into [4, 4] and [5].
     """
     pieces: list[dict[str, np.ndarray]] = [{} for _ in sampled]
@@ -172,10 +181,10 @@ def split_columns(
 
 
 def join_columns(pieces: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Join the columns of pieces that were sampled one after the other. Omit a column that a piece lacks.
+    """Join the columns of pieces that were sampled in succession. Omit a column that a piece lacks.
 
-    Each piece read all tokens before it. If several pieces read a token, the row of the first piece is used, because
-    that policy read the token first. Example: rows [a, b, c] and then [x, y, z, d, e] give [a, b, c, d, e].
+    Each piece read all tokens before it. If several pieces read a token, the first piece's row is used, because that
+    policy read the token first. Example: rows [a, b, c] and then [x, y, z, d, e] give [a, b, c, d, e].
     """
     joined = {}
     for column in COLUMNS:
@@ -191,10 +200,10 @@ def join_columns(pieces: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.nda
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Contains one prompt at its position in the run's prompt order.
+    """Contains a prompt at a position in the run's prompt order.
 
-    `position` counts prompts from the start of the run and never repeats (an epoch visits every row once). It therefore
-    names the prompt across crashes: positions in the bank are done, all others are still to be sampled.
+    `position` counts prompts from the run start and never repeats (an epoch visits every row once). It therefore
+    identifies the prompt across crashes: positions in the bank are done, all others are still to be sampled.
     """
 
     position: int
@@ -203,20 +212,20 @@ class Prompt:
     text: str
     answer: str
     columns: dict[str, Any] = field(default_factory=dict)  # the source row, for user rewards
-    source: str = ""  # data source of the row, which selects its rewards
+    source: str = ""  # the row's data source, which selects the rewards
 
 
-POLICY, ENVIRONMENT, INHERITED = range(3)  # of a span: sampled here, from outside, sampled in an earlier branch
+POLICY, ENVIRONMENT, INHERITED = range(3)  # span origins: sampled here, from outside, sampled in an earlier branch
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout(TokenColumns):
-    """Contains one sampled response with the engine's values of every token; `COLUMNS` describes them.
+    """Contains a sampled response with the engine's per-token values, which `COLUMNS` describes.
 
-    With several turns it is one branch of a trajectory, a token sequence with spans that mark the sampled tokens.
-    Example of two turns with a tool's answer of two tokens between them: token_ids [5, 6, 80, 81, 7], spans
-    [[POLICY, 2, 0], [ENVIRONMENT, 2, 0], [POLICY, 1, 1]]; R = 3, so rollout_logprob and versions have three values, of
-    5, 6 and 7.
+    With several turns, a rollout is a trajectory branch: a token sequence in which spans mark the sampled tokens.
+    Example: two turns with a tool answer of two tokens between them. token_ids [5, 6, 80, 81, 7], spans
+    [[POLICY, 2, 0], [ENVIRONMENT, 2, 0], [POLICY, 1, 1]]; R = 3, so rollout_logprob and versions have three values, for
+    tokens 5, 6 and 7.
     """
 
     token_ids: np.ndarray  # [S] int32, including the end-of-sequence token
@@ -226,16 +235,17 @@ class Rollout(TokenColumns):
     topk_ids: np.ndarray | None = None  # [R, K] int32
     rollout_topk_logprob: np.ndarray | None = None  # [R, K] fp32
     routed_experts: np.ndarray | None = None  # [P + S - 1, L, k] uint8 or uint16
-    # [J, 3] int32: origin (POLICY, ENVIRONMENT, INHERITED), tokens, turn. None = one span that was all sampled here.
+    # [J, 3] int32: origin (POLICY, ENVIRONMENT, INHERITED), tokens, turn. None = a single span, all sampled here.
     spans: np.ndarray | None = None
     sampling_mask_ids: np.ndarray | None = None  # [sum of sampling_mask_counts] int32
     sampling_mask_counts: np.ndarray | None = None  # [R] int32
-    # Number in its group, from 0. Samples of one trajectory are its branches, in order. None = its own trajectory.
+    # Trajectory number in the group, from 0. Samples with one number are the trajectory's branches, in order. None =
+    # the sample is a complete trajectory.
     trajectory: int | None = None
     extra: Mapping[str, np.ndarray] = field(default_factory=dict)
     teacher_logprob: np.ndarray | None = None  # [R] fp32
-    teacher_ids: np.ndarray | None = None  # [R, K of the teacher] int32
-    teacher_topk_logprob: np.ndarray | None = None  # [R, K of the teacher] fp32
+    teacher_ids: np.ndarray | None = None  # [R, teacher's K] int32
+    teacher_topk_logprob: np.ndarray | None = None  # [R, teacher's K] fp32
 
     @property
     def sampled(self) -> np.ndarray | None:
@@ -245,14 +255,14 @@ class Rollout(TokenColumns):
 
 @dataclass(frozen=True, slots=True)
 class RolloutGroup:
-    """Contains all samples of one prompt with their rewards. It is the unit of the bank and of the group baseline."""
+    """Contains all samples for a prompt with their rewards. The bank and the group baseline work on whole groups."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]  # n of them
-    rewards: np.ndarray  # [n] fp32, of the sample's trajectory
+    rewards: np.ndarray  # [n] fp32, reward of each sample's trajectory
     reward_failed: np.ndarray  # [n] bool: the verifier raised or timed out; the sample carries no loss
     temperature: float
-    turn_rewards: tuple[np.ndarray, ...] | None = None  # fp32 [turns] of each trajectory
+    turn_rewards: tuple[np.ndarray, ...] | None = None  # fp32 [turns] for each trajectory
 
     @property
     def num_tokens(self) -> int:
@@ -261,15 +271,15 @@ class RolloutGroup:
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch(TokenColumns):
-    """Contains one packed micro-batch, with sequences end to end and no padding (Megatron's THD layout).
+    """Contains a packed micro-batch, with sequences end to end and no padding (Megatron's THD layout).
 
-    Row t predicts `target_ids[t]`, the next token in its own sequence. Per-token fields belong to the target; `mask` is
-    True where the target carries loss. `loss_weight` is the share of this token in the global batch's loss, fixed
+    Row t predicts `target_ids[t]`, the next token in this sequence. Per-token fields belong to the target; `mask` is
+    True where the target carries loss. `loss_weight` is the target's share in the global batch's loss. It is fixed
     before the first micro-batch, so the loss is `sum(loss_weight * loss)` for any split.
 
     Example, two sequences with prompts [1, 2] and [3], responses [5, 7] and [9]: token_ids [1, 2, 5, 7, 3, 9],
-    cu_seqlens [0, 4, 6], position_ids [0, 1, 2, 3, 0, 1], target_ids [0, 5, 7, 0, 9, 0], mask [F, T, T, F, T, F]. A
-    log-prob of 7 is at row 2, which predicts it.
+    cu_seqlens [0, 4, 6], position_ids [0, 1, 2, 3, 0, 1], target_ids [0, 5, 7, 0, 9, 0], mask [F, T, T, F, T, F]. Row 2
+    predicts token 7 and has that log-prob.
     """
 
     token_ids: torch.Tensor  # [T] int64
@@ -288,17 +298,18 @@ class TokenBatch(TokenColumns):
     sampling_mask_counts: torch.Tensor | None = None  # [T] int32, 0 where mask is False
     # Computed by the trainer before the step's first update, if the objective needs it.
     old_logprob: torch.Tensor | None = None  # [T] fp32, by the weights before the step
-    old_topk_logprob: torch.Tensor | None = None  # [T, K] fp32, of topk_ids by the same weights
+    old_topk_logprob: torch.Tensor | None = None  # [T, K] fp32, of topk_ids by these weights
     old_other_logprob: torch.Tensor | None = None  # [T] fp32, of all tokens except topk_ids and the target
     reference_logprob: torch.Tensor | None = None  # [T] fp32, by the run's start model
-    # The first tokens of a sequence that equal those of the previous sequence are computed once where possible.
-    shared_prefix: torch.Tensor | None = None  # [B] int32, number; 0 = none; equal for equal beginnings
+    # First tokens that a sequence shares with the previous sequence; computed once where possible. All sequences that
+    # continue a prefix have the same number.
+    shared_prefix: torch.Tensor | None = None  # [B] int32, how many; 0 = none
     # Routing replay: the experts of each MoE layer for token_ids[t], -1 where the trainer chooses.
     routed_experts: torch.Tensor | None = None  # [T, L, k] int16
     extra: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return every present tensor by its name, including those in `extra`."""
+        """Return all present tensors by name, including the tensors in `extra`."""
         columns = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "extra"}
         return {name: tensor for name, tensor in {**columns, **self.extra}.items() if tensor is not None}

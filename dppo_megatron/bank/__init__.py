@@ -1,7 +1,7 @@
 """Store finished groups in the rollout bank, an append-only, crash-safe directory.
 
 Every rollout reaches the trainer through the bank. The orchestrator has the only `BankWriter`; trainer ranks and tools
-use `BankReader`. Groups are trained in the order in which they were appended: step s trains on groups [s G, (s + 1) G).
+use `BankReader`. Groups are trained in append order: step s trains on groups [s G, (s + 1) G).
 docs/bank.md describes the files.
 """
 

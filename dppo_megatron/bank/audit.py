@@ -29,9 +29,11 @@ TOLERANCE = 1e-4  # difference allowed by rounding between a log-prob and its co
 class Audit:
     """Contains the counts and problems that an audit found.
 
-    counts: groups, trajectories, branches, turns and tokens by origin. problems: one line each.
-    Tokens that carry loss are the tokens of policy spans in trajectories that did not fail; `objective.overlong_filter`
-    and the objective itself may leave out some of these.
+    counts: groups, trajectories, branches, turns and tokens by origin.
+    problems: a line each.
+
+    Tokens that carry loss are tokens in policy spans of trajectories that did not fail; `objective.overlong_filter` and
+    the objective itself may leave out some of these.
     """
 
     counts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(COUNTS, 0)))
@@ -42,9 +44,9 @@ class Audit:
         return f"{counts}; {len(self.problems)} problems"
 
     def add(self, group: RolloutGroup) -> dict[Turn, Rollout]:
-        """Count and check a group; return its turns as the bank stores them."""
+        """Count and check a group; return the turns as the bank stores them."""
         rollouts: dict[Turn, Rollout] = {}
-        contexts: dict[Turn, np.ndarray] = {}  # all tokens up to the end of the turn
+        contexts: dict[Turn, np.ndarray] = {}  # all tokens up to the turn end
         position = group.prompt.position
         owners = [_trajectory(group, i) for i in range(len(group.rollouts))]
         self.counts["groups"] += 1
@@ -78,9 +80,10 @@ class Audit:
 
 
 def audit_bank(directory: Path) -> Iterator[tuple[int, int, Audit]]:
-    """Audit all groups of a bank, one in memory at a time; yield (groups done, all groups, `Audit`) after each.
+    """Audit all groups in a bank; yield (groups done, all groups, `Audit`) before the first and after each group.
 
-    An unreadable group is a problem. Groups with a deleted file (`checkpoint.keep_rollouts`) are only counted.
+    Only one group is in memory at a time. An unreadable group is a problem. Groups with a deleted file
+    (`checkpoint.keep_rollouts`) are only counted.
     """
     reader, result, done = BankReader(directory), Audit(), 0
     try:
@@ -108,7 +111,7 @@ def audit_bank(directory: Path) -> Iterator[tuple[int, int, Audit]]:
 
 
 def spans_of(group: RolloutGroup, i: int) -> Iterator[tuple[int, int, np.ndarray, Rollout]]:
-    """Yield (origin, turn, all tokens up to its end, the span as a rollout) for each span of a branch.
+    """Yield (origin, turn, all tokens up to the span end, the span as a rollout) for each span in branch `i`.
 
     Spans not written by the policy have columns without rows.
     """
@@ -130,7 +133,7 @@ def spans_of(group: RolloutGroup, i: int) -> Iterator[tuple[int, int, np.ndarray
 
 
 def _contradictions(turn: Rollout) -> Iterator[str]:
-    """Yield the internal contradictions of one turn."""
+    """Yield the internal contradictions in a turn."""
     if (turn.rollout_logprob > TOLERANCE).any():
         yield "a log-prob above 0"
     if turn.versions.min() < 0 or (np.diff(turn.versions) < 0).any():

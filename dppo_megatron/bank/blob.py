@@ -1,7 +1,7 @@
-"""Encode and decode the blob of a group: one safetensors file with independently readable samples.
+"""Encode and decode a group's blob: a safetensors file with independently readable samples.
 
-Its tensors are `prompt.ids`, then the four parts of each sample: core, top-K, sampling mask, routes. Each part is
-contiguous. `Shapes`, from the index line, determines all offsets. Equal groups have equal bytes.
+The tensors are `prompt.ids`, then four parts per sample: core, top-K, sampling mask, routes. Each part is contiguous.
+`Shapes`, from the index line, determines all offsets. Equal groups have equal bytes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from .shapes import DTYPES, Shapes, tensor_bytes
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Represents a blob as a list of buffers, with their sizes and checksums for the index line."""
+    """Represents a blob as a list of buffers, with sizes and checksums for the index line."""
 
-    buffers: list[np.ndarray]  # uint8, consecutive; the samples' buffers are the group's own arrays, not copies
+    buffers: list[np.ndarray]  # uint8, consecutive; sample buffers are the group's arrays, not copies
     size: int
     front: tuple[int, int]  # bytes and crc32 of header and prompt ids
     parts: list[list[int]]  # bytes of each part, for every sample
@@ -58,7 +58,7 @@ def encode_group(group: RolloutGroup) -> Encoded:
 
 
 def _stored(rollout: Rollout) -> dict[str, np.ndarray]:
-    """Return the arrays of a sample by their names in the blob."""
+    """Return a sample's arrays by name in the blob."""
     spans = np.array([[POLICY, len(rollout.token_ids), 0]], np.int32) if rollout.spans is None else rollout.spans
     columns = {c.stored_name: rollout.column(c.name) for c in COLUMNS}
     return {"ids": rollout.token_ids, "spans": spans, **columns}
@@ -78,7 +78,7 @@ def _crc(buffers: list[np.ndarray]) -> int:
 def _indexed_metadata(
     group: RolloutGroup | BankEntry, position: int, row: int, trajectory: Sequence[int | None] | None
 ) -> dict[str, str | None]:
-    """Return the fields of the header that the index line has too; None for an absent field."""
+    """Return the header fields that the index line has too; None for an absent field."""
     rewards = group.turn_rewards
     return {
         "format": "2",
@@ -93,9 +93,9 @@ def _indexed_metadata(
 
 
 def decode_front(front: bytes, entry: BankEntry) -> tuple[Prompt, list[str]]:
-    """Decode the first bytes of a blob to the prompt and the finish reason of every sample.
+    """Decode the front of a blob, header and prompt ids, to the prompt and every sample's finish reason.
 
-    Raises `ValueError` that names each difference between the header and the index line.
+    Raises `ValueError` naming each difference between the header and the index line.
     """
     size = int.from_bytes(front[:8], "little")
     metadata, tensors_match = _read_header(front[8 : 8 + size].rstrip(b" "), entry.shapes)
@@ -129,7 +129,7 @@ def _read_header(header: bytes, shapes: Shapes) -> tuple[dict[str, Any], bool]:
 
 
 def decode_sample(entry: BankEntry, i: int, finish_reason: str, parts: dict[str, np.ndarray]) -> Rollout:
-    """Decode sample i from the bytes [uint8] of its parts; columns of other parts are None.
+    """Decode sample i from `parts`, bytes [uint8] by part name; columns in missing parts are None.
 
     Raises `ValueError` when the tokens contradict the index line.
     """
@@ -160,7 +160,7 @@ def decode_sample(entry: BankEntry, i: int, finish_reason: str, parts: dict[str,
 
 
 def _spans(entry: BankEntry, i: int, spans: np.ndarray) -> np.ndarray | None:
-    """Return `Rollout.spans`: None for one span of the policy. Raises ValueError if they contradict the index line."""
+    """Return `Rollout.spans`: None for a single policy span. Raises ValueError if spans contradict the index line."""
     tokens = int(entry.response_lengths[i])
     counts = [tokens, 0, 0] if entry.spans is None else entry.spans[i].tolist()
     if np.bincount(spans[:, 0], weights=spans[:, 1], minlength=3).tolist() != counts:

@@ -12,7 +12,7 @@ FINISH_REASONS = ("stop", "length", "max_turns", "abort")
 
 
 def check_group(group: RolloutGroup) -> None:
-    """Raise `ValueError` for arrays of wrong length or dtype, non-finite values and contradictions."""
+    """Raise `ValueError` for arrays with a wrong length or dtype, non-finite values and contradictions."""
     where = f"group of prompt position {group.prompt.position}"
     n = len(group.rollouts)
     if n == 0:
@@ -52,7 +52,7 @@ def _check_sample(r: Rollout, group: RolloutGroup, where: str) -> None:
 
 
 def _check_columns(r: Rollout, group: RolloutGroup, sampled: int, where: str) -> None:
-    """Check presence, dtype and shape of every column against the table; sample 0 gives the trailing sizes."""
+    """Check every column's presence, dtype and shape against `COLUMNS`; sample 0 gives the trailing sizes."""
     first, columns = group.rollouts[0].columns, r.columns
     num_read = len(group.prompt.token_ids) + len(r.token_ids) - 1
     for field in dict.fromkeys(c.asked_by for c in COLUMNS if c.asked_by):
@@ -133,7 +133,7 @@ def _expect_finite(values: np.ndarray, name: str, remedy: str) -> None:
 
 
 def _expect(array: Any, dtype: Any, shape: tuple[int, ...], name: str) -> None:
-    # A cast would hide log-probs that passed through half precision, which bias every ratio.
+    # A cast would hide log-probs that passed through half precision. These bias every ratio.
     if not isinstance(array, np.ndarray) or array.dtype != dtype or array.shape != shape:
         actual = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
         raise ValueError(f"{name}: expected numpy {np.dtype(dtype).name} {shape}, found {actual}")

@@ -1,4 +1,4 @@
-"""Find the earlier samples of a prompt in a bank."""
+"""Find a prompt's earlier samples in a bank."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from .retention import retired_segments
 
 log = logging.getLogger(__name__)
 
-GROUPS = 2  # newest groups of a prompt that are read
-PROMPT_TOKENS = 16  # last tokens of the prompt before each sample
+GROUPS = 2  # how many newest groups per prompt are read
+PROMPT_TOKENS = 16  # last prompt tokens before each sample
 
 
 class EarlierSamples:
-    """Reads the newest samples of a prompt from a bank, which need not exist yet.
+    """Reads a prompt's newest samples from a bank, which need not exist yet.
 
-    Keeps the numbers of the newest groups of each row in memory. Calls may come from several threads.
+    Keeps the numbers of each row's newest groups in memory. Calls may come from several threads.
     """
 
     def __init__(self, reader: BankReader):
         self._reader = reader
-        self._num_groups = 0  # groups whose rows are known
-        self._numbers: dict[int, list[int]] = {}  # row -> numbers of its newest groups
+        self._num_groups = 0  # groups with known rows
+        self._numbers: dict[int, list[int]] = {}  # row -> numbers of the newest groups
         self._retired: set[int] = set()  # segments
         self._lock = Lock()
 
     def samples(self, prompt: Prompt) -> tuple[np.ndarray, ...]:
-        """Return the samples of the prompt's newest groups, each after the last tokens of the prompt, [.] int32.
+        """Return the samples in the prompt's newest groups, each after the last prompt tokens, [.] int32.
 
         Deleted and unreadable groups are skipped.
         """
@@ -61,7 +61,7 @@ class EarlierSamples:
 
 
 def sequences(group: RolloutGroup, prompt: Prompt) -> list[np.ndarray]:
-    """Return the samples of an earlier group of the row, each after the last tokens of `prompt`, [.] int32."""
+    """Return the group's samples, each after the last tokens of `prompt`, [.] int32; none if the prompts differ."""
     if not np.array_equal(group.prompt.token_ids, prompt.token_ids):  # the row of another file
         return []
     return [np.concatenate([prompt.token_ids[-PROMPT_TOKENS:], r.token_ids]) for r in group.rollouts]

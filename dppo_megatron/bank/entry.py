@@ -1,4 +1,4 @@
-"""Describe a group by its index line, which suffices to plan training without opening the group's blob."""
+"""Describe a group by its index line. Training is planned from index lines, without opening the groups' blobs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .shapes import Shapes
 
 @dataclass(frozen=True, slots=True)
 class BankEntry:
-    """Contains the index line of one group, which has all its data except the tokens."""
+    """Contains a group's index line: all data except the tokens."""
 
     number: int  # index in the training order, from 0
     segment: int
-    line: int  # line of the segment's index, from 1
+    line: int  # line in the segment's index, from 1
     position: int  # index in the prompt order
-    row: int  # line of the prompt file, from 0
+    row: int  # line in the prompt file, from 0
     offset: int  # bytes into the segment's .bin
     size: int  # bytes
     prompt_tokens: int
@@ -37,9 +37,9 @@ class BankEntry:
     parts: np.ndarray  # [n, 4] int64, bytes of each part, in the order of `types.PARTS`
     part_crc: np.ndarray  # [n, 4] int64
     routing: tuple[int, int] | None = None  # (layers with experts, experts per token) where routing is stored
-    spans: np.ndarray | None = None  # [n, 3] int32, tokens by origin of their span; None: the policy sampled all
-    trajectory: tuple[int, ...] | None = None  # one number per sample; None: each sample is its own trajectory
-    turn_rewards: tuple[np.ndarray, ...] | None = None  # fp32, of every trajectory
+    spans: np.ndarray | None = None  # [n, 3] int32, tokens by span origin; None: the policy sampled all
+    trajectory: tuple[int, ...] | None = None  # a number per sample; None: each sample is a complete trajectory
+    turn_rewards: tuple[np.ndarray, ...] | None = None  # fp32, for every trajectory
 
     @property
     def num_samples(self) -> int:
@@ -47,17 +47,17 @@ class BankEntry:
 
     @property
     def sampled(self) -> np.ndarray:
-        """Return [n] int32, the tokens that the policy sampled, which have a log-prob and a version."""
+        """Return [n] int32, how many tokens the policy sampled; these have a log-prob and a version."""
         return self.response_lengths if self.spans is None else self.spans[:, 0]
 
     @property
     def trajectories(self) -> np.ndarray:
-        """Return [n] int, the trajectory of every sample, ascending from 0."""
+        """Return [n] int, every sample's trajectory number, ascending from 0."""
         return np.arange(self.num_samples) if self.trajectory is None else np.array(self.trajectory)
 
     @property
     def first_of_trajectories(self) -> np.ndarray:
-        """Return [trajectories] int, the first sample of each. All branches of a trajectory have the same reward."""
+        """Return [trajectories] int, the first sample of each. All branches in a trajectory have equal rewards."""
         return np.flatnonzero(np.diff(self.trajectories, prepend=-1))
 
     @property

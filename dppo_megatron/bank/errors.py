@@ -1,4 +1,4 @@
-"""Define the errors of a bank. Every message names the file, the position in the file, and the remedy."""
+"""Define the bank errors. Every message names the file, the position in the file, and the remedy."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ class BankLocked(BankError):
 
 
 class BankWriteError(BankError):
-    """Writing a record failed. The record was rolled back; every earlier record is intact.
+    """Writing a record failed; every earlier record is intact.
 
-    `errno` is the error number of the operating system, e.g. `errno.ENOSPC`.
+    The record was rolled back, unless only flushing the index line failed. `errno` is the operating system's error
+    number, e.g. `errno.ENOSPC`.
     """
 
     def __init__(self, message: str, errno: int | None = None):

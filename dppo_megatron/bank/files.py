@@ -1,4 +1,4 @@
-"""Read and write the files of a bank: numbered segments, the writer's lock, and `head.json` with the newest segment."""
+"""Read and write the bank files: numbered segments, the writer's lock, and `head.json` with the newest segment."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .errors import RESTORE, BankCorruption, not_accessible
 
 FORMAT: Literal[2] = 2
 HEAD_NAME = "head.json"
-# On these file systems, every other process sees the writes of a process at once and in order.
+# On these file systems, every other process sees a process's writes at once and in order.
 LOCAL_FILE_SYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay", "apfs"})
-_HINT_BYTES = 128 << 10  # Linux honors only the beginning of a longer hint: its read-ahead size, by default this
+_HINT_BYTES = 128 << 10  # Linux honors only the start of a longer hint: the read-ahead size, by default this value
 _BUFFER_BYTES = 32 << 20  # address space; only pages that were used take memory
 _ALIGNED = 64  # bytes
 _INDEX_NAME = re.compile(r"segment-(\d{6}|[1-9]\d{6,17})\.jsonl", re.ASCII)
@@ -34,7 +34,7 @@ def segment_paths(directory: Path, number: int) -> tuple[Path, Path]:
 
 
 def segment_files(directory: Path, number: int) -> tuple[str, str]:
-    """Return `segment_paths` as strings, which take a tenth of the time where every segment is opened."""
+    """Return `segment_paths` as strings, in a tenth of the time; used where every segment is opened."""
     stem = f"{directory}/segment-{number:06d}"
     return f"{stem}.bin", f"{stem}.jsonl"
 
@@ -56,16 +56,16 @@ def segment_numbers(directory: Path) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """Contains sizes and checksum from a cleanly closed writer, whose data is all on the device and must exist."""
+    """Contains sizes and checksum from a cleanly closed writer. All this data is on the device and must exist."""
 
     index: int  # bytes of the last segment's .jsonl
-    data: int  # bytes of its .bin
+    data: int  # bytes of the last segment's .bin
     chain: str  # running crc32 of all lines, 8 hexadecimal digits
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Represents `head.json`, replaced when a segment begins, when a writer is closed and when the next one opens."""
+    """Represents `head.json`, replaced when a segment begins, a writer closes and the next writer opens."""
 
     __pydantic_config__: ClassVar[ConfigDict] = {"extra": "forbid"}
 
@@ -95,9 +95,9 @@ class Head:
 
 
 class ReadBuffer:
-    """Provides memory for reads, which `reuse` makes available again.
+    """Provides memory for reads; `reuse` makes the memory available again.
 
-    The system clears every page of new memory, which takes longer than copying a page from its cache.
+    The system clears every page of new memory. This takes longer than copying a page from the cache.
     """
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class ReadBuffer:
         self._end = 0
 
     def take(self, size: int) -> np.ndarray:
-        """Return [size] uint8, which belongs to the caller until `reuse`."""
+        """Return [size] uint8. The array belongs to the caller until `reuse`."""
         begin = self._end
         if begin + size > len(self._bytes):  # earlier arrays keep their memory
             begin, self._bytes = 0, np.empty(max(size, 2 * len(self._bytes), _BUFFER_BYTES), np.uint8)
@@ -113,14 +113,14 @@ class ReadBuffer:
         return self._bytes[begin : begin + size]
 
     def reuse(self) -> None:
-        """Invalidate earlier arrays: later ones reuse their memory."""
+        """Invalidate earlier arrays: later arrays reuse their memory."""
         self._end = 0
 
 
 def read_up_to(file: int, size: int, offset: int, buffer: ReadBuffer | None = None) -> np.ndarray:
-    """Return `size` bytes of a file from `offset` as uint8, fewer at its end.
+    """Return `size` bytes of a file from `offset` as uint8, fewer at the file end.
 
-    One system call may return less than requested, and never more than 2 GiB.
+    A system call may return less than requested, and never more than 2 GiB.
     """
     array = np.empty(size, np.uint8) if buffer is None else buffer.take(size)
     num_read = 0
@@ -130,7 +130,7 @@ def read_up_to(file: int, size: int, offset: int, buffer: ReadBuffer | None = No
 
 
 def prefetch(file: int, begin: int, end: int) -> None:
-    """Ask the system to fetch bytes [begin, end) of a file into its cache, if it supports such hints; do not wait.
+    """Ask the system to cache bytes [begin, end) of a file, if it supports such hints; do not wait.
 
     Raises OSError when a file system rejects the hint.
     """
@@ -140,7 +140,7 @@ def prefetch(file: int, begin: int, end: int) -> None:
 
 
 def split_lines(path: str | Path) -> tuple[list[bytes], bytes]:
-    """Return the lines of an index file that end with a newline, and the bytes after them."""
+    """Return an index file's lines that end with a newline, and the bytes after these lines."""
     content = Path(path).read_bytes() if os.path.exists(path) else b""
     end = content.rfind(b"\n") + 1
     return [line + b"\n" for line in content[:end].split(b"\n")[:-1]], content[end:]
@@ -149,6 +149,6 @@ def split_lines(path: str | Path) -> tuple[list[bytes], bytes]:
 def is_local(directory: Path) -> bool:
     place = directory.resolve()
     mounts = [m for m in psutil.disk_partitions(all=True) if place.is_relative_to(m.mountpoint)]
-    # The longest mount point is the nearest; of equal ones, the last one mounted hides the others.
+    # The longest mount point is the nearest; among equal mount points, the last hides the others.
     nearest = max(enumerate(mounts), key=lambda m: (len(m[1].mountpoint), m[0]), default=None)
     return nearest is not None and nearest[1].fstype in LOCAL_FILE_SYSTEMS

@@ -1,7 +1,7 @@
 """Write the finished turns of unfinished groups to disk before any process uses them, so that no turn is sampled twice.
 
-A journal is a pair of files like a segment of the bank, named by the prompt's position. A turn is stored as a group of
-one sample. The prompt of this group is all tokens before the turn; the trajectory is the number within the unfinished
+A journal is a pair of files like a bank segment, named by the prompt position. A turn is stored as a group with one
+sample. The group's prompt is all tokens before the turn; the sample's trajectory is the number within the unfinished
 group.
 """
 
@@ -33,11 +33,11 @@ _NONE = np.zeros(1, np.float32)
 
 
 class Journal:
-    """Opens the journal of the group of the prompt at `position` for writing.
+    """Opens the journal for the group at prompt `position` for writing.
 
-    `turns`: the turns that an earlier process wrote, in order. Records are not flushed to the device: they survive the
-    termination of every process, `kill -9` included, but not a crash of the machine. Truncates an incomplete last
-    record; nothing has used it yet. Raises `BankError`.
+    `turns`: the turns that an earlier process wrote, in order. Records are not flushed to the device: they survive
+    process termination, `kill -9` included, but not a machine crash. Truncates an incomplete last record; nothing has
+    used it yet. Raises `BankError`.
     """
 
     def __init__(self, directory: Path, position: int):
@@ -60,7 +60,7 @@ class Journal:
         self._segment = Segment(directory, position, False, data_size=data_size, index_size=index_size)
 
     def add(self, trajectory: int, context: np.ndarray, sampled: Rollout, temperature: float) -> None:
-        """Write a turn, and return once it is written. Raises `BankWriteError`.
+        """Write a turn and return once it is written. Raises `BankWriteError`.
 
         context: [P] int32, all tokens before the turn.
         """
@@ -78,9 +78,9 @@ Write = Callable[[np.ndarray, Rollout], Awaitable[None]]
 
 
 class FinishedTurns:
-    """Stores the finished turns of one trajectory, by the tokens before each turn.
+    """Stores a trajectory's finished turns, by the tokens before each turn.
 
-    When a process died and the trajectory is played again, its turns come from here instead of an engine.
+    When a process died and the trajectory is played again, the turns come from here instead of an engine.
     """
 
     def __init__(self, turns: Iterable[tuple[np.ndarray, Rollout]] = (), write: Write | None = None):
@@ -115,10 +115,10 @@ class FinishedTurns:
 
 
 class Journals:
-    """Keeps the journals of the running groups in `directory`, which is created.
+    """Keeps the journals of running groups in `directory`, and creates the directory.
 
-    `done` has the positions of prompts with a group in the bank. Their journals are removed. The constructor and the
-    methods raise `BankError`.
+    done: positions of prompts with a group in the bank. Journals at these positions are removed. The constructor and
+    the methods raise `BankError`.
     """
 
     def __init__(self, directory: Path, done: Collection[int]):
@@ -137,12 +137,12 @@ class Journals:
             log.info("%d groups continue after %d turns that an earlier process finished", len(self._open), turns)
 
     def oldest_version(self, position: int) -> int | None:
-        """Return the oldest policy version of a group's turns from an earlier process, or None if there are none."""
+        """Return the oldest policy version in a group's turns from an earlier process; None without such turns."""
         groups = self._open[position].turns if position in self._open else []
         return min((int(group.rollouts[0].versions.min()) for group in groups), default=None)
 
     async def turns(self, position: int, trajectories: int, temperature: float) -> list[FinishedTurns]:
-        """Return the turns of each trajectory of a group. Call it once per group."""
+        """Return the finished turns for each trajectory in a group. Call it once per group."""
         loop = asyncio.get_running_loop()
         journal = await loop.run_in_executor(self._thread, self._opened, position)
 

@@ -1,4 +1,4 @@
-"""Check, for readers and the writer, that each line of a bank's index may follow the previous lines."""
+"""Check, for readers and the writer, that each line in a bank index may follow the previous lines."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Positions:
 class Ledger:
     """Accepts complete lines in order, segment by segment. Raises `BankCorruption` for a line that cannot follow.
 
-    Keeps 40 bytes per group, in the arrays `rows` (of the prompt file) and `segments`, `line_numbers`, `offsets` and
-    `sizes` of the index lines.
+    Keeps 40 bytes per group, in the arrays `rows` (lines in the prompt file), and `segments`, `line_numbers`, `offsets`
+    and `sizes` for the index lines.
     """
 
     def __init__(self, directory: Path):
@@ -47,12 +47,12 @@ class Ledger:
         self.chain = 0  # running crc32 of all lines
         self.line_numbers, self.offsets, self.sizes = array("l"), array("q"), array("l")
         self.rows, self.segments = array("q"), array("l")
-        # State of the segment that is being read:
+        # State in the current segment:
         self.segment = 0
         self.data_path, self.index_path = segment_files(directory, 0)
         self.lines = 0
         self.index_size = 0  # bytes of complete lines
-        self.data_size = 0  # bytes of the groups' blobs
+        self.data_size = 0  # bytes of all blobs
         self.groups = self.dropped = 0
         self.ended = False
 
@@ -61,7 +61,7 @@ class Ledger:
         return os.path.basename(self.index_path)
 
     def read(self) -> bytes:
-        """Add the complete lines that were added to the segment's index; return the bytes after them. Raises OSError.
+        """Add the new complete lines in the segment's index; return the bytes after these lines. Raises OSError.
 
         Opens the file each time, because network file systems revalidate their caches on open.
         """
@@ -78,7 +78,7 @@ class Ledger:
         return tail
 
     def add(self, line: bytes) -> None:
-        """Check the next line, newline included. Raises `BankError` for a bank of format 1, which has no crc32s."""
+        """Check the next line, newline included. Raises `BankError` for bank format 1, which has no crc32s."""
         old = self.segment == 0 and self.lines == 0 and RECORD.match(line) and not is_sealed(line)
         if old and not (self.directory / HEAD_NAME).exists():
             raise BankError(
@@ -91,14 +91,14 @@ class Ledger:
         self.chain = zlib.crc32(line, self.chain)
 
     def next_segment(self) -> None:
-        """Continue with the next segment, which must exist. Raises `BankCorruption` when this one is not finished."""
+        """Continue with the next segment, which must exist. Raises `BankCorruption` if this segment is unfinished."""
         if not self.ended:
             tail = "has no line" if self.lines == 0 else f"ends with line {self.lines}"
             raise BankCorruption(
                 f"{self.index_path}: {tail}, without the line that ends a finished segment, though a later one exists; "
                 f"{RESTORE}"
             )
-        # Old .bin files may be deleted, but the remaining ones are complete.
+        # Old .bin files may be deleted, but the remaining files are complete.
         stored = file_size(self.data_path)
         if stored is not None and stored != self.data_size:
             raise BankCorruption(
@@ -111,7 +111,7 @@ class Ledger:
         self.ended = False
 
     def contradiction(self, head: Head | None) -> str:
-        """Return how the index contradicts `head`, which was read before it; empty when it does not.
+        """Return how the index contradicts `head`, or an empty string. `head` must be read before the index.
 
         The writer makes a segment in three steps: index file with a begin line, then `head.json`, then records. So with
         self.segment = 4, the newest index file found:
@@ -119,13 +119,13 @@ class Ledger:
         | head names | lines of segment 4 | meaning |
         |---|---|---|
         | 4 | 1 or more | normal |
-        | 4 | 0 | its begin line was lost |
+        | 4 | 0 | the begin line was lost |
         | 3 | 0 or 1 | the writer has not replaced head.json yet |
-        | 3 | 2 or more | head.json was replaced by an older one |
+        | 3 | 2 or more | an older head.json replaced the newest |
         | 5 | any | the files of segment 5 are missing |
-        | no head | any | head.json is missing; only segment 0 may have none, until its first record |
+        | no head | any | head.json is missing; only segment 0 may have none, until the first record |
 
-        A head with `closed` also names the size and checksum of a writer's last index, which may only grow.
+        A head with `closed` also names the size and checksum of a writer's last index. This index may only grow.
         """
         path = self.directory / HEAD_NAME
         if head is None:

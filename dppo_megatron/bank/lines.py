@@ -1,4 +1,4 @@
-"""Write and read the lines of a bank's index, each sealed with its own crc32."""
+"""Write and read bank index lines, each sealed with a crc32."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .errors import RESTORE, BankCorruption
 from .shapes import Shapes
 
 # Every record begins with `kind`, `position` and `row`, so that a scan can skip the rest of the line. In a group's
-# line, offset and size of its blob follow.
+# line, the blob's offset and size follow.
 RECORD = re.compile(rb'\{"kind":"(group|dropped)","position":(\d{1,18}),"row":(\d{1,18})[,}]')
 PLACE = re.compile(rb'\{"kind":"group","position":\d{1,18},"row":\d{1,18},"offset":(\d{1,18}),"bytes":(\d{1,18}),')
 GROUP_START = b'{"kind":"group",'
 BEGIN_START = b'{"kind":"begin",'
 END_START = b'{"kind":"end",'
-# Fields of a group's line that `BankEntry` has with the same name and value.
+# Fields in a group's line that `BankEntry` has under the same name, unchanged.
 _UNCHANGED = ("position", "row", "offset", "prompt_tokens", "min_version", "max_version", "version_sum", "temperature",
               "topk", "time")  # fmt: skip
 _SEAL = re.compile(rb',"line":"([0-9a-f]{8})"\}\n?')
@@ -35,7 +35,7 @@ _SEAL_BYTES = len(',"line":"00000000"}')
 
 
 def group_line(group: RolloutGroup, offset: int, encoded: Encoded) -> bytes:
-    """Return the index line of a group with a blob at `offset`, newline included."""
+    """Return the index line for a group with a blob at `offset`, newline included."""
     versions = [r.versions for r in group.rollouts if len(r.versions)]
     optional: dict[str, Any] = {}
     if any(r.spans is not None for r in group.rollouts):
@@ -78,13 +78,13 @@ def group_line(group: RolloutGroup, offset: int, encoded: Encoded) -> bytes:
 
 
 def dropped_line(position: int, row: int, reason: str, detail: str) -> bytes:
-    """Return the index line of a prompt that yields no group."""
+    """Return the index line for a prompt that yields no group."""
     now = round(time.time(), 3)
     return sealed(kind="dropped", position=position, row=row, reason=reason, detail=detail, time=now)
 
 
 def begin_line(segment: int, chain: int) -> bytes:
-    """Return the first line of a segment. chain: running crc32 of all lines of earlier segments."""
+    """Return the first line of a segment. chain: running crc32 of all lines in earlier segments."""
     return sealed(kind="begin", v=2, segment=segment, chain=f"{chain:08x}")
 
 
@@ -94,25 +94,25 @@ def end_line(groups: int, dropped: int, data_size: int) -> bytes:
 
 
 def sealed(**fields: Any) -> bytes:
-    """Return the line with the crc32 of all preceding bytes as its last field."""
+    """Return the line, with the crc32 of all preceding bytes as the last field."""
     text = json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()[:-1]
     return text + b',"line":"%08x"}\n' % zlib.crc32(text)
 
 
 def is_sealed(line: bytes) -> bool:
-    """Return whether the line is unchanged since it was written; its newline may be missing."""
+    """Return whether the line is unchanged since it was written; the newline may be missing."""
     seal = _SEAL.fullmatch(line, line.rfind(b',"line":"'))
     return seal is not None and int(seal[1], 16) == zlib.crc32(line[: seal.start()])
 
 
 def starts_with_sealed(tail: bytes) -> bool:
-    """Return whether `tail` begins with a complete line, even if its newline is missing or was overwritten."""
+    """Return whether `tail` begins with a complete line, even if the newline is missing or was overwritten."""
     start = tail.rfind(b',"line":"')
     return start >= 0 and len(tail) > start + _SEAL_BYTES and is_sealed(tail[: start + _SEAL_BYTES])
 
 
 def stored_entry(path: str | Path, line: bytes, number: int, segment: int, line_number: int) -> BankEntry:
-    """Parse the index line of a group in `path`. Raises `BankCorruption`."""
+    """Parse a group's index line from `path`. Raises `BankCorruption`."""
     try:
         return parse_group_line(line, number, segment, line_number)
     except (ValueError, KeyError, IndexError, TypeError) as error:
@@ -120,11 +120,11 @@ def stored_entry(path: str | Path, line: bytes, number: int, segment: int, line_
 
 
 def parse_group_line(line: bytes, number: int, segment: int, line_number: int) -> BankEntry:
-    """Parse the index line of a group.
+    """Parse a group's index line.
 
     Raises `ValueError`, `KeyError`, `IndexError` or `TypeError` for any other line.
     """
-    fields = from_json(line)  # every rank reads the lines of every group; takes half the time of the standard library
+    fields = from_json(line)  # every rank reads every group's line; takes half the time of the standard library
     if fields.get("v") != 2 or not is_sealed(line):
         raise ValueError(f"format {fields.get('v')!r}, or changed since it was written")
     n, routing, parts = fields["n"], fields["routing"], np.array(fields["parts"], dtype=np.int64)

@@ -22,17 +22,17 @@ from .files import Head, ReadBuffer, is_local, prefetch, read_up_to, segment_fil
 from .ledger import Ledger
 from .lines import stored_entry
 
-Front = tuple[Prompt, list[str]]  # the prompt, the finish reason of every sample
+Front = tuple[Prompt, list[str]]  # the prompt, every sample's finish reason
 FRONTS = 256  # fronts that a reader keeps
-LAG_S = 60.0  # time for which a network file system may cache that a file is missing or shorter
+LAG_S = 60.0  # how long a network file system may cache that a file is missing or shorter
 
 
 class BankReader:
     """Follows the bank in `directory`, which need not exist yet.
 
-    Keeps 40 bytes per group in memory; index lines and tokens are read on demand. For each new line the reader checks
-    its crc32, whether it may follow the earlier lines, and whether the files that `head.json` names exist.
-    `ledger`: of the writer in this process; the reader then reads no index and has the writer's groups.
+    Keeps 40 bytes per group in memory; index lines and tokens are read on demand. For each new line, the reader checks
+    the crc32, whether the line may follow the earlier lines, and whether the files that `head.json` names exist.
+    ledger: the ledger of a writer in this process; the reader then reads no index and has the writer's groups.
     """
 
     def __init__(self, directory: str | Path, ledger: Ledger | None = None):
@@ -48,7 +48,7 @@ class BankReader:
         return len(self._ledger.segments)
 
     def row(self, number: int) -> int:
-        """Return the row of a group of the training order, which needs no file."""
+        """Return the prompt file's row for group `number` in the training order. Reads no file."""
         return self._ledger.rows[number]
 
     def refresh(self) -> int:
@@ -59,10 +59,10 @@ class BankReader:
         """
         if not self._follows:
             return self.num_groups
-        # Read before the index: all files that it names existed when it was written.
+        # Read the head before the index: all files that the head names existed when it was written.
         head = Head.read(self.directory)
         while True:
-            # Checked before reading: once the next segment exists, nothing is added to this one.
+            # Checked before reading: once the next segment exists, nothing is added to this segment.
             finished = self._exists(segment_files(self.directory, self._ledger.segment + 1)[1])
             try:
                 with suppress(FileNotFoundError):
@@ -73,7 +73,7 @@ class BankReader:
             except OSError as error:
                 raise not_accessible(Path(self._ledger.index_path), error) from error
             except BankCorruption as error:
-                # A later part of another host's writes may appear before an earlier part, which reads as zeros.
+                # A later part of another host's writes may appear first; the earlier part then reads as zeros.
                 return self._not_there(str(error))
         problem = self._ledger.contradiction(head)
         if problem and head == Head.read(self.directory):  # otherwise the writer has continued
@@ -84,7 +84,7 @@ class BankReader:
     def wait_for(self, count: int, timeout_s: float, poll_s: float = 0.01) -> int:
         """Return `num_groups` once it is at least `count`.
 
-        timeout_s: longest time without any new group, from the start of the call or the last arrival.
+        timeout_s: longest time without any new group, from the call or the last arrival.
         Raises `BankTimeout`.
         """
         started = last_arrival = time.monotonic()
@@ -107,7 +107,7 @@ class BankReader:
             time.sleep(poll_s)
 
     def entries(self, start: int, stop: int) -> list[BankEntry]:
-        """Read the index lines of groups [start, stop) of the training order from disk, without tokens.
+        """Read the index lines of groups [start, stop) in the training order from disk, without tokens.
 
         Raises `IndexError` when `stop` exceeds `num_groups`.
         """
@@ -119,13 +119,13 @@ class BankReader:
         return entries
 
     def segments(self) -> list[tuple[int, int]]:
-        """Return [start, stop) in the training order of every segment with groups: one segment per step."""
+        """Return every segment's groups as [start, stop) in the training order: one segment per step."""
         numbers = np.array(self._ledger.segments)
         ends = [*(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
         return [(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True) if b > a]
 
     def prefetch(self, requests: Iterable[tuple[BankEntry, Sequence[int]]], parts: Sequence[str] = PARTS) -> int:
-        """Ask the system to fetch the bytes that `read` needs for these samples; return their number without waiting.
+        """Ask the system to fetch the bytes that `read` needs for these samples; return how many, without waiting.
 
         This is only a hint: the bytes are not checked, and missing files raise no error.
         """
@@ -146,11 +146,10 @@ class BankReader:
         parts: Sequence[str] = PARTS,
         buffer: ReadBuffer | None = None,
     ) -> RolloutGroup:
-        """Read the group of an entry, or only the given samples, in the given order.
+        """Read an entry's group, or only the given samples, in the given order.
 
-        parts: a selection of `types.PARTS` that includes `core`; columns of other parts are not read and are None.
-        buffer: memory for the samples' arrays, which stay valid until it is reused. If it is None, the arrays get new
-        memory.
+        parts: a selection of `types.PARTS` that includes `core`; columns in other parts are not read and are None.
+        buffer: memory for the samples' arrays, valid until the buffer is reused. None: the arrays get new memory.
         Raises `BankCorruption` when bytes are missing, do not match their checksum or contradict the entry.
         """
         path = segment_paths(self.directory, entry.segment)[0]
@@ -170,7 +169,7 @@ class BankReader:
             raise BankCorruption(f"{where}: {error}; {RESTORE}") from error
 
     def _front(self, file: int, entry: BankEntry) -> Front:
-        """Return the front of an entry; check it only once, although samples are read a few at a time."""
+        """Return an entry's front, cached so that it is checked only once although samples are read a few at a time."""
         cached = self._fronts.get(entry.number)
         if cached is not None and cached[0] is entry:
             return cached[1]
@@ -217,7 +216,7 @@ class BankReader:
 
 
 def read_front(file: int, entry: BankEntry) -> Front:
-    """Read the bytes before the samples: the prompt and the finish reasons. Raises the errors of `read_samples`."""
+    """Read the bytes before the samples: prompt and finish reasons. Raises the errors that `read_samples` raises."""
     size, crc = entry.front
     return decode_front(_piece(file, size, entry.offset, crc, "the prompt").tobytes(), entry)
 
@@ -230,9 +229,9 @@ def read_samples(
     front: Front | None = None,
     buffer: ReadBuffer | None = None,
 ) -> RolloutGroup:
-    """Read samples of the group of an entry.
+    """Read samples of an entry's group.
 
-    `file` is the descriptor of the blobs, `front` the result of `read_front` for it. Raises `ValueError` and `OSError`.
+    file: descriptor of the .bin file. front: result of `read_front` for the entry. Raises `ValueError` and `OSError`.
     """
     prompt, finish = front or read_front(file, entry)
     ends = _ends(entry)
@@ -264,12 +263,12 @@ def read_samples(
 
 
 def _ends(entry: BankEntry) -> np.ndarray:
-    """Return [n, 4] int64, the file offset at which each part of each sample ends."""
+    """Return [n, 4] int64, the file offset where each sample's parts end."""
     return entry.offset + entry.front[0] + np.cumsum(entry.parts).reshape(entry.parts.shape)
 
 
 def _spans(entry: BankEntry, samples: Sequence[int], parts: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """Yield (begin, end) in the file of the bytes that `read` reads of these samples; adjacent ranges are merged."""
+    """Yield the file ranges (begin, end) that `read` reads for these samples; adjacent ranges are merged."""
     begin, end = entry.offset, entry.offset + entry.front[0]
     ends, part_indices = _ends(entry), [p for p, part in enumerate(PARTS) if part in parts]
     for i in samples:

@@ -1,8 +1,8 @@
 """Open a bank for writing: check the whole index, and truncate records that a crash left incomplete.
 
-Only the last segment may be incomplete, because every other one was flushed to the device before the next began. Bytes
-after the last complete line are truncated, and so are records at the end that lost data in a power failure. A complete
-record is never truncated. If the last writer was closed, nothing is truncated.
+Only the last segment may be incomplete, because every other segment was flushed to the device before the next began.
+Bytes after the last complete line are truncated, and so are records at the end that lost data in a power failure. A
+complete record is never truncated. If the last writer was closed, nothing is truncated.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ log = logging.getLogger(__name__)
 
 
 def recover(directory: Path) -> Ledger:
-    """Truncate an incomplete end of the last segment and log that; return the state from which a writer continues.
+    """Truncate an incomplete end of the last segment and log that; return the state that a writer continues from.
 
     Raises `BankCorruption` when the directory is damaged in a way that a crash cannot explain.
     """
     head = Head.read(directory)
     newest = max(0, len(segment_numbers(directory)) - 1)
     lines, tail = split_lines(segment_files(directory, newest)[1])
-    if lines and b"\0" in lines[-1]:  # a power failure lost a page of it that was not flushed yet
+    if lines and b"\0" in lines[-1]:  # a power failure lost an unflushed page of this line
         tail = lines.pop() + tail
     ledger = _read(directory, newest, lines)
     if problem := ledger.contradiction(head):
@@ -40,7 +40,7 @@ def recover(directory: Path) -> Ledger:
     closed = None if head is None or head.segment != ledger.segment else head.closed
     _refuse_tail(ledger, tail, closed)
     whole, problem = _whole_lines(ledger, lines, closed)
-    named = ledger.data_size  # a power failure may take a part of this data and leave the rest
+    named = ledger.data_size  # a power failure may remove a part of this data and leave the rest
     if whole < len(lines):
         ledger = _read(directory, newest, lines[:whole])
     elif tail:
@@ -51,7 +51,7 @@ def recover(directory: Path) -> Ledger:
 
 
 def _read(directory: Path, newest: int, last: list[bytes]) -> Ledger:
-    """Read the lines of all segments; the lines of segment `newest` are `last`."""
+    """Read all segments' lines; `last` has the lines in segment `newest`."""
     ledger = Ledger(directory)
     for _ in range(newest):
         if ledger.read():
@@ -68,7 +68,7 @@ def _refuse_tail(ledger: Ledger, tail: bytes, closed: Closed | None) -> None:
 
 
 def _whole_lines(ledger: Ledger, lines: list[bytes], closed: Closed | None) -> tuple[int, str]:
-    """Return how many lines of the last segment are kept, and why the next line is not."""
+    """Return how many lines in the last segment stay, and why the next line does not."""
     stored = file_size(ledger.data_path)
     if stored is None:
         if ledger.groups:
@@ -162,7 +162,7 @@ def _truncate(ledger: Ledger, problem: str) -> None:
         index - ledger.index_size,
         ledger.groups,
     )
-    # The index first: a crash in between leaves surplus data, which the next opening truncates.
+    # The index first: a crash in between leaves surplus data, and the next opening truncates it.
     for path, size in ((ledger.index_path, ledger.index_size), (ledger.data_path, ledger.data_size)):
         if os.path.exists(path):
             with open(path, "r+b") as file:

@@ -17,19 +17,19 @@ from .files import segment_paths
 log = logging.getLogger(__name__)
 
 NAME = "retain-from"
-_EARLIER = re.compile(NAME + r"-(\d{6,18})")  # an empty file of earlier versions, with the number in its name
+_EARLIER = re.compile(NAME + r"-(\d{6,18})")  # an empty file by earlier versions, with the number in the name
 
 
 def allow_deletion(directory: Path, segment: int) -> None:
-    """Permit deletion of the data of segments before `segment`. A wider earlier permission stays. Raises OSError."""
+    """Permit data deletion in segments before `segment`. A wider earlier permission stays. Raises OSError."""
     if segment > _end(directory):
         write_atomic(directory / NAME, f"{segment}\n")
 
 
 def delete_unneeded(directory: Path, first: int, newest: int) -> int:
-    """Delete the permitted segments from `first` on, but never the data of segment `newest`; return the next `first`.
+    """Delete the data in permitted segments from `first` on, but never in segment `newest`; return the next `first`.
 
-    A failed deletion is retried later. Does not list the directory, because it has two files for each earlier step.
+    A failed deletion is retried later. Does not list the directory, which has two files for each earlier step.
     """
     try:
         end = min(_permission(directory), newest)
@@ -44,7 +44,7 @@ def delete_unneeded(directory: Path, first: int, newest: int) -> int:
 def retired_segments(directory: Path, segments: Iterable[int]) -> set[int]:
     """Return the segments with data deleted by permission, as `checkpoint.keep_rollouts` gives it.
 
-    Only with a permission of an earlier version it lists the directory, which takes 14 ms with 10,000 segments.
+    Lists the directory only if there is no permission in the current form; this takes 14 ms with 10,000 segments.
     """
     missing = {segment for segment in segments if not segment_paths(directory, segment)[0].exists()}
     end = _end(directory) if missing else 0

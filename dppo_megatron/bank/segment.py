@@ -1,4 +1,4 @@
-"""Write one segment of a bank: both files change together or not at all."""
+"""Write a bank segment: both files change together or not at all."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _BUFFERS_A_CALL = 1024  # limit of Linux (IOV_MAX)
 
 
 class Segment:
-    """Opens the two files of segment `number`, creates missing ones and truncates both to the given sizes.
+    """Opens the two files of segment `number`, creates missing files and truncates both to the given sizes.
 
-    Bytes after these sizes are incomplete records. fsync: flush each record to the device, the blob before its index
+    Bytes after these sizes are incomplete records. fsync: flush each record to the device, the blob before the index
     line. Raises `BankWriteError` when the files cannot be opened.
     """
 
@@ -32,7 +32,7 @@ class Segment:
         self._fsync = fsync
         self.failure: str | None = None  # why the content of the files is unknown; then nothing is written to them
         self._data_path, self._index_path = segment_paths(directory, number)
-        # A segment exists for readers once its index file does, so the blob file is created first.
+        # A segment exists for readers once the index file exists, so the blob file is created first.
         self._data = self._index = -1
         try:
             self._data = os.open(self._data_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -46,10 +46,10 @@ class Segment:
             raise self._failure(error, 0) from error
 
     def write(self, blob: Sequence[np.ndarray], line: bytes, *, flush: bool = False) -> None:
-        """Add one record to both files. If that raises `BankWriteError`, both files stay as they were.
+        """Add a record to both files. If writing raises `BankWriteError`, both files stay as they were.
 
-        blob: its bytes [uint8] in buffers, which are written without a copy. flush: flush to the device, regardless of
-        the segment's `fsync`.
+        If only flushing the index line raises it, the record stays in both files. blob: buffers [uint8], written
+        without a copy. flush: flush to the device, regardless of the segment's `fsync`.
         """
         if self.failure:
             raise BankWriteError(self.failure)
@@ -81,7 +81,7 @@ class Segment:
     def remove(self) -> None:
         """Close both files and delete them; later writes fail. Further calls have no effect."""
         self._close_files()
-        for path in (self._index_path, self._data_path):  # this order leaves no index without its blobs after a crash
+        for path in (self._index_path, self._data_path):  # this order leaves no index without blobs after a crash
             path.unlink(missing_ok=True)
 
     def _open_files(self) -> list[int]:

@@ -11,7 +11,7 @@ from dppo_megatron.types import COLUMNS, PARTS, RolloutGroup, column_named
 from dppo_megatron.types import SAFETENSORS_DTYPES as DTYPES
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# Columns that had fields of their own in the index line before `columns` and `listed` existed.
+# Columns with separate fields in the index line, from before `columns` and `listed` existed.
 _INDEXED = ("rollout_logprob", "versions", "topk_ids", "rollout_topk_logprob", "sampling_mask_ids",
             "sampling_mask_counts", "routed_experts")  # fmt: skip
 Tensor = tuple[str, str, tuple[int, ...]]  # name, safetensors dtype, shape
@@ -19,19 +19,19 @@ Tensor = tuple[str, str, tuple[int, ...]]  # name, safetensors dtype, shape
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """Contains the sizes that determine the offsets of a group's tensors. Lists have a number for each sample.
+    """Contains the sizes that determine where a group's tensors begin. Lists have a number for each sample.
 
-    Example: a prompt of 5 tokens, samples of 3 and 2 tokens with top-2 lists. prompt 5, tokens [3, 2], sampled [3, 2],
-    spans [1, 1], columns {"rollout_logprob": ("F32", ()), "versions": ("I32", ()), "topk_ids": ("I32", (2,)), ...},
-    list_lengths {}. Sample 0 has 3 * 4 bytes of ids at byte 5 * 4, then one span of 12 bytes, and so on.
+    Example: a prompt with 5 tokens, samples with 3 and 2 tokens and top-2 lists. prompt 5, tokens [3, 2], sampled
+    [3, 2], spans [1, 1], columns {"rollout_logprob": ("F32", ()), "versions": ("I32", ()), "topk_ids": ("I32", (2,)),
+    ...}, list_lengths {}. Sample 0 has 3 * 4 bytes of ids at byte 5 * 4, then a span of 12 bytes, and so on.
     """
 
     prompt: int  # tokens
     tokens: list[int]  # after the prompt, S
-    sampled: list[int]  # tokens of these that the policy sampled, R
+    sampled: list[int]  # tokens that the policy sampled, R
     spans: list[int]  # J
     columns: dict[str, tuple[str, tuple[int, ...]]]  # dtype and trailing shape of the group's columns
-    list_lengths: dict[str, list[int]]  # entries of the columns with a variable number for each token
+    list_lengths: dict[str, list[int]]  # entries in columns with a variable number for each token
 
     @classmethod
     def from_group(cls, group: RolloutGroup) -> Shapes:
@@ -48,10 +48,10 @@ class Shapes:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any], core: Sequence[int] = ()) -> Shapes:
-        """Build the shapes from the fields of an index line; the inverse of `fields`.
+        """Build the shapes from the fields in an index line; the inverse of `fields`.
 
-        core: bytes of the samples' core parts, which determine the number of spans. Without `core` each sample has one
-        span. Raises `ValueError` for a column that this version does not know.
+        core: bytes of each sample's core part, which determine the number of spans. Without `core`, each sample has a
+        single span. Raises `ValueError` for a column that this version does not know.
         """
         tokens, spans = fields["lengths"], fields.get("spans")
         columns: dict[str, tuple[str, tuple[int, ...]]] = {"rollout_logprob": ("F32", ()), "versions": ("I32", ())}
@@ -77,7 +77,7 @@ class Shapes:
         return shapes
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of the index line from which `from_fields` restores the columns."""
+        """Return the index line fields from which `from_fields` restores the columns."""
         topk, routing = self.columns.get("topk_ids"), self.columns.get("routed_experts")
         other_columns = {name: [dtype, *shape] for name, (dtype, shape) in self.columns.items() if name not in _INDEXED}
         list_sizes = {name: sizes for name, sizes in self.list_lengths.items() if name not in _INDEXED}
@@ -90,7 +90,7 @@ class Shapes:
         }
 
     def parts(self, i: int) -> tuple[list[Tensor], ...]:
-        """Return the tensors of each part of sample i."""
+        """Return the tensors of sample i: a list for each part, in the order of `PARTS`."""
         s = self.tokens[i]
         rows = {"sampled": self.sampled[i], "read": self.prompt + s - 1}
         tensors: dict[str, list[Tensor]] = {part: [] for part in PARTS}
@@ -103,7 +103,7 @@ class Shapes:
         return tuple(tensors.values())
 
     def table(self) -> dict[str, dict[str, Any]]:
-        """Return the header's entries of all tensors, in the order of the blob."""
+        """Return the header entries for all tensors, in blob order."""
         tensors: list[Tensor] = [("prompt.ids", "I32", (self.prompt,))]
         for i in range(len(self.tokens)):
             tensors += [(f"s{i}.{name}", dtype, shape) for part in self.parts(i) for name, dtype, shape in part]

@@ -1,4 +1,4 @@
-"""Append records to a bank as its only writer. Records survive a kill; partial writes are rolled back."""
+"""Append records to a bank as the only writer. Records survive a kill; partial writes are rolled back."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ T = TypeVar("T")
 class BankWriter:
     """Appends groups and dropped prompts to the bank in `directory`, which is created when missing.
 
-    Opening takes an exclusive lock until the process ends. It truncates a record that a crash left incomplete (with a
-    log line) and reads which prompt positions are done. A segment has `groups_per_segment` groups: with one training
-    step's groups per segment, segment s is the batch of step s. One thread of the writer encodes and writes groups in
-    the order of the calls; the calls come from one thread.
+    Opening takes an exclusive lock until `close` or the process end. It truncates a record that a crash left incomplete
+    (with a log line) and reads which prompt positions are done. A segment has `groups_per_segment` groups: if this is
+    the number of groups in a training step, segment s is the batch of step s. A writer thread encodes and writes groups
+    in the order of the calls; the calls come from a single thread.
 
-    fsync: flush every record to the device before `append` returns, which takes some milliseconds each. Without it a
-    segment is flushed when it is full. A record then survives any crash of processes, but a power failure can lose
-    records of the last segment. Readers on other hosts need `fsync`, because a network file system shows them unflushed
-    files late and out of order. By default it is on unless the file system is known to be local.
+    fsync: flush every record to the device before `append` returns; this takes some milliseconds each. Without `fsync`,
+    a segment is flushed when it is full. A record then survives any process crash, but a power failure can lose records
+    in the last segment. Readers on other hosts need `fsync`, because a network file system shows them unflushed files
+    late and out of order. By default `fsync` is on unless the file system is known to be local.
 
     Raises `BankLocked` when another writer has the bank, `BankCorruption` when the directory is damaged in a way that a
     crash cannot explain, `BankError` when it cannot be written to.
@@ -70,7 +70,7 @@ class BankWriter:
             raise
         self._done = self._ledger.positions.to_set()
         self._deleted = 0  # segments before this have no data that the trainer released
-        # Groups begun here, changed only by the caller's thread, and failed ones, only by the writer's: no lock.
+        # No lock: only the caller's thread changes the begun groups, and only the writer thread the failed groups.
         self._stored_before, self._num_begun, self._failed = len(self._ledger.segments), 0, 0
         self._thread: ThreadPoolExecutor | None = ThreadPoolExecutor(1, "bank-writer")
 
@@ -93,7 +93,7 @@ class BankWriter:
         return BankReader(self._directory, self._ledger)
 
     def append(self, group: RolloutGroup) -> int:
-        """Write one group and return its number in the training order.
+        """Write a group and return its number in the training order.
 
         Raises `ValueError` for a malformed group or a position that is already done, and `BankWriteError` when the
         write fails. The bank is then unchanged, and the call may be repeated once there is space. Raises `BankLocked`
@@ -102,18 +102,18 @@ class BankWriter:
         return self.begin_append(group).result()
 
     def begin_append(self, group: RolloutGroup) -> Future[int]:
-        """Call `append` in the writer's thread; the group is in the bank once the future has its number.
+        """Call `append` in the writer thread; the group is in the bank once the future has the number.
 
         The group's arrays must not change until then. Raises at once for a position that is already done.
         """
         return self._begin(group.prompt.position, lambda: self._append(group), groups=1)
 
     def drop(self, position: int, row: int, reason: str, detail: str = "") -> None:
-        """Record that a prompt is done and yields no group. Raises the errors of `append`."""
+        """Record that a prompt is done and yields no group. Raises the same errors as `append`."""
         self.begin_drop(position, row, reason, detail).result()
 
     def begin_drop(self, position: int, row: int, reason: str, detail: str = "") -> Future[None]:
-        """Call `drop` in the writer's thread. Raises at once for a position that is already done or negative."""
+        """Call `drop` in the writer thread. Raises at once for a position that is already done or negative."""
         if position < 0 or row < 0:
             raise ValueError(f"dropped prompt {position} of row {row}: position and row count from 0")
         return self._begin(position, lambda: self._drop(position, row, reason, detail))
@@ -148,7 +148,7 @@ class BankWriter:
         self._num_begun += groups
         return self._thread.submit(self._write, position, write, groups)
 
-    # The methods below run in the writer's thread.
+    # The methods below run in the writer thread.
 
     def _write(self, position: int, write: Callable[[], T], groups: int) -> T:
         try:
@@ -180,9 +180,8 @@ class BankWriter:
         if ledger.lines == 0:
             return ledger, self._begin_segment(ledger)
         if head != Head(FORMAT, ledger.segment):
-            # After a closed writer, the files may now grow beyond the sizes that it recorded. After a writer that was
-            # killed between the begin line of a segment and this file, no second line may follow before the file names
-            # the segment.
+            # After a closed writer, the files may now grow beyond the recorded sizes. If a writer was killed between a
+            # segment's begin line and head.json, no second line may follow before head.json names the segment.
             self._write_head(ledger.segment)
         sizes = {"data_size": ledger.data_size, "index_size": ledger.index_size}
         return ledger, Segment(self._directory, ledger.segment, self._fsync, **sizes)

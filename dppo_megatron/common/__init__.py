@@ -1,1 +1,1 @@
-"""Provide the common parts of all folders: number formats, GPUs by name, files, processes, ranks, retries."""
+"""Provide code that all folders share: number formats, GPUs by name, files, processes, ranks, retries."""

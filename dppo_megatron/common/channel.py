@@ -1,8 +1,8 @@
-"""Sends messages between the pool and one of its workers, over a socket that foreign code may write to.
+"""Send messages between the pool and a worker, over a socket that foreign code may write to.
 
-A message is the worker's token, its length and its bytes. Any other data terminates the worker: bytes without the
-token, too many bytes, or JSON that is not a reply. Replies of a worker are never unpickled. Example: the reply b"{}" is
-16 bytes of token, the length 0, 0, 0, 2, and the 2 bytes.
+A message is the worker's token, the message length and the message bytes. Any other data terminates the worker: bytes
+without the token, too many bytes, or JSON that is not a reply. Worker replies are never unpickled. Example: the reply
+b"{}" is 16 bytes of token, the length 0, 0, 0, 2, and the 2 bytes.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _HEAD = TOKEN_BYTES + _LENGTH.size
 
 
 class InvalidReply(ConnectionError):
-    """The channel received bytes that the worker's own code did not write."""
+    """The channel received bytes that this package's worker code did not write."""
 
 
 class WorkerChannel:
-    """Sends and receives at one end. A call raises `TimeoutError` at its deadline, or never if that is None.
+    """Sends and receives at one end. A call raises `TimeoutError` at its deadline, or never without a deadline.
 
     Raises `EOFError` or `OSError` when the other end has closed the channel.
     """
@@ -59,7 +59,7 @@ class WorkerChannel:
         return b"".join(parts)
 
     def receive_reply(self, deadline: Deadline, number: int, largest: int = LARGEST_REPLY) -> dict[str, Any]:
-        """Return the reply to request `number`. Raises the errors of `receive`."""
+        """Return the reply to request `number`. Raises the same errors as `receive`."""
         payload = self.receive(deadline, largest)
         try:
             reply = json.loads(payload)
@@ -79,7 +79,7 @@ class WorkerChannel:
             return True
         except OSError:
             return False
-        return False  # unrequested bytes, or the end of the stream
+        return False  # unrequested bytes, or end of stream
 
     def close(self) -> None:
         self._end.close()
@@ -95,7 +95,7 @@ class WorkerChannel:
 
     @contextlib.contextmanager
     def _waiting(self, deadline: Deadline | None) -> Iterator[None]:
-        """Let the body's call of the socket end without a result when the deadline must be counted."""
+        """Let a socket call in the body end without a result when the deadline must be counted."""
         self._end.settimeout(None if deadline is None else deadline.tick())
         with contextlib.suppress(TimeoutError):
             yield

@@ -1,4 +1,4 @@
-"""Time limits that count only time in which this process ran.
+"""Define time limits that count only time when this process ran.
 
 A job that is suspended, or a host without free CPU time, would otherwise lose the rewards and engines it waits for.
 """
@@ -15,7 +15,7 @@ _TICK_S = 1.0  # longest wait before the time is counted
 
 
 class Deadline:
-    """Counts `seconds` down. Of the time between two calls of `tick`, at most `_TICK_S` counts."""
+    """Counts `seconds` down. At most `_TICK_S` counts between two `tick` calls."""
 
     def __init__(self, seconds: float):
         self._left = seconds

@@ -1,4 +1,4 @@
-"""Decides the environment of child processes, and sets variables of this process's environment temporarily."""
+"""Choose the environment of child processes, and set environment variables in this process temporarily."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-# Variables that a child would obey and does not inherit: ranks of an outer program, and options of Python except those
-# of paths, files and debugging. All other variables pass: NCCL, UCX, CUDA, library paths, caches.
+# Variables that a child would obey and does not inherit: an outer program's ranks, and Python options, except for
+# paths, files and debugging. All other variables pass: NCCL, UCX, CUDA, library paths, caches.
 _OF_OTHERS = (
     r"(\w+_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|ROLE_NAME|TORCHELASTIC_\w+|PYTHON(?!(PATH|HOME|NOUSERSITE|USERBASE"
     r"|PYCACHEPREFIX|DONTWRITEBYTECODE|UNBUFFERED|HASHSEED|FAULTHANDLER|UTF8|MALLOC|TRACEMALLOC|ASYNCIODEBUG)$)\w*"
 )
-# Servers get these from `server_environment` and `engine.env` only. VLLM_PORT is also a variable of Kubernetes.
+# Servers get these from `server_environment` and `engine.env` only. VLLM_PORT is also a Kubernetes variable.
 _OF_SERVERS = r"(VLLM|SGL(ANG)?|DPPO)_(?!\w*(CACHE(_DIR|_ROOT)?|LOGGING_\w+|NCCL_\w+_PATH)$)\w*|PYTORCH_\w*ALLOC_CONF"
-# libgomp's spin count for tens of microseconds, longer than most pauses between two operators of a small model. It
-# saves an eighth of the sampling time at 20 M parameters. Three times this count takes the cores from other processes.
+# libgomp spins for tens of microseconds with this count, longer than most pauses between two operators in a small
+# model. This saves an eighth of the sampling time at 20 M parameters. Three times this count takes the cores from other
+# processes.
 SPINS = 3000
 _LONGEST_TMPDIR = 64  # bytes; a socket's path has at most 107, and vLLM and multiprocessing append up to 37
 
 
 def cpu_threads(sharing: int = 0, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the OpenMP variables of a child process that are not in `environment`.
+    """Return the OpenMP variables for a child process that are not in `environment`.
 
     Threads without work sleep. If they spin next to a busy process, the same work takes up to 4 times as long.
-    sharing: the number of processes, this child included, that compute at the same time on the CPUs of this process;
-    each gets its part of the threads. With 0 the child chooses their number.
+    sharing: the number of processes, this child included, that compute at the same time on this process's CPUs; each
+    gets an equal part of the threads. With 0, the child chooses the number of threads.
     """
     variables = {"OMP_WAIT_POLICY": "PASSIVE"}
     if sharing:
@@ -42,14 +43,15 @@ def cpu_threads(sharing: int = 0, environment: Mapping[str, str] = os.environ) -
 def child_environment(
     added: Mapping[str, str] | None = None, *, server: bool = False, peer: str = "", sharing: int = 0
 ) -> dict[str, str]:
-    """Return the environment of a child process: this process's own without variables meant for others, and `added`.
+    """Return a child's environment: this process's environment without variables meant for others, and `added`.
 
-    server: the child is an inference server, or starts with its interpreter. peer: the host of a server of ours that
-    the child's foreign code calls. Requests to it and to loopback pass no proxy. sharing: as in `cpu_threads`.
+    server: the child is an inference server, or starts with a server's interpreter.
+    peer: host of our server that foreign code in the child calls. Requests to the peer and to loopback use no proxy.
+    sharing: as in `cpu_threads`.
     """
     dropped = f"{_OF_OTHERS}|{_OF_SERVERS}" if server else _OF_OTHERS
     variables = {name: value for name, value in os.environ.items() if not re.fullmatch(dropped, name)}
-    # With a SOCKS proxy httpx opens no client without socksio. Clients differ in the form of IPv6 in no_proxy.
+    # With a SOCKS proxy, httpx opens no client without socksio. Clients expect different forms of IPv6 in no_proxy.
     if peer and (":" in peer or find_spec("socksio") is None):
         unusable = re.compile("(http|all)_proxy=" if ":" in peer else "(https?|all)_proxy=socks")
         variables = {name: value for name, value in variables.items() if not unusable.match(f"{name}={value}".lower())}

@@ -1,4 +1,4 @@
-"""Lock a file exclusively; the system releases the lock when its process ends in any way."""
+"""Lock a file exclusively; the system releases the lock when the process ends in any way."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # errors of a file system mounted without locks
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # errors of file systems mounted without locks
 
 
 class LockHeld(Exception):
@@ -28,8 +28,8 @@ class LockHeld(Exception):
 class FileLock(contextlib.AbstractContextManager):
     """Acquires the lock in its constructor and writes the process into the file.
 
-    A child that inherits `descriptor` has the lock too. Raises `LockHeld` when this or another process has it, and
-    OSError when it cannot be acquired. If `needed` is False and the file system has no locks, the file is opened
+    A child that inherits `descriptor` has the lock too. Raises `LockHeld` when this or another process has the lock,
+    and OSError when it cannot be acquired. If `needed` is False and the file system has no locks, the file is opened
     without a lock.
     """
 
@@ -63,7 +63,7 @@ class FileLock(contextlib.AbstractContextManager):
         return False
 
     def holder(self) -> LockHeld:
-        """Return the process that the file names now, as an error."""
+        """Return an error with the process that the file names now."""
         error = LockHeld("unknown holder")
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
             owner = json.loads(self._path.read_bytes()[:4096])

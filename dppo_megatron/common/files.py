@@ -1,7 +1,7 @@
 """Write small files and directories so that readers see all of them or nothing, also after a power failure.
 
-A file is written under another name, flushed to the device and renamed. Then its directory, which contains the new
-name, is flushed. Without the first flush a power failure may keep the new name but lose the bytes, and the file is
+A file is written under another name, flushed to the device and renamed. Then the directory, which contains the new
+name, is flushed. Without the first flush, a power failure may keep the new name but lose the bytes, and the file is
 empty.
 """
 
@@ -65,7 +65,7 @@ def disk_full(path: Path, error: OSError, needed: int) -> DiskFull:
 
 @contextmanager
 def naming_a_full_disk(path: Path, needed: int) -> Iterator[None]:
-    """Raise `DiskFull` in place of the OSError of a write without enough space."""
+    """Raise `DiskFull` instead of OSError when a write lacks space."""
     try:
         yield
     except OSError as error:
@@ -83,7 +83,7 @@ def output(path: Path, option: str = "--out", *, directory: bool = False) -> Pat
     """
     resolved = Path(os.path.realpath(path))
     place = resolved if directory else resolved.parent
-    probe = place / f".{resolved.name}.{os.getpid()}.tmp"  # the name that `write_atomic` gives it
+    probe = place / f".{resolved.name}.{os.getpid()}.tmp"  # the temporary name in `write_atomic`
     try:
         place.mkdir(parents=True, exist_ok=True)
         if not directory and resolved.exists() and not resolved.is_file():
@@ -96,9 +96,10 @@ def output(path: Path, option: str = "--out", *, directory: bool = False) -> Pat
 
 
 def numbered_directory(parent: Path, name: str, resume: bool = False, option: str = "run.dir") -> Path:
-    """Return the first new directory of NAME-1, NAME-2, ... in `parent`, or with `resume` the newest one.
+    """Create and return the next directory of NAME-1, NAME-2, ... in `parent`; with `resume`, return the newest.
 
-    Only its owner can read it, because engines may register in it. Raises `OutputError` naming `option`.
+    Only the owner can read the directory, because engines may register in it. With `resume` and no such directory,
+    NAME-1 is created. Raises `OutputError` naming `option`.
     """
     output(parent, option, directory=True)
     numbers = [int(m[1]) for path in parent.iterdir() if (m := re.fullmatch(re.escape(name) + r"-(\d+)", path.name))]
@@ -112,9 +113,9 @@ def numbered_directory(parent: Path, name: str, resume: bool = False, option: st
 
 
 def write_atomic(path: Path, content: str | bytes | Iterator[bytes], size: int = 0) -> None:
-    """Write or replace a file. Its directory must exist. Raises OSError, and the old file is then unchanged.
+    """Write or replace a file in an existing directory. If writing raises OSError, the old file is unchanged.
 
-    size: bytes of `content`, for the message of a full disk, if it is an iterator over parts.
+    size: bytes of `content` if it is an iterator over parts, for the message about a full disk.
     """
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     data = content.encode() if isinstance(content, str) else content
@@ -132,19 +133,19 @@ def write_atomic(path: Path, content: str | bytes | Iterator[bytes], size: int =
 
 
 def write_json(path: Path, value: Any, indent: int | None = None) -> None:
-    """Write a JSON value by `write_atomic`; create the file's directory."""
+    """Write a JSON value with `write_atomic`; create the directory if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, json.dumps(value, indent=indent))
 
 
 def append_json_line(path: Path, record: Any) -> None:
-    """Append a JSON value as one line of a file; create the file."""
+    """Append a JSON value to a file as a line; create the file if it is missing."""
     with path.open("a") as file:
         file.write(json.dumps(record) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the object in a file that `write_json` wrote, None when it does not exist. Raises `DamagedFile`."""
+    """Return the object in a file that `write_json` wrote, None without a file. Raises `DamagedFile`."""
     return _or_damaged(read_foreign_json, path)
 
 
@@ -199,7 +200,7 @@ def read_foreign_json(path: Path) -> dict[str, Any]:
 
 
 def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON as a dict; use as `object_pairs_hook`. Raises `ValueError` if a key is repeated."""
+    """Return a JSON object as a dict; use as `object_pairs_hook`. Raises `ValueError` if a key is repeated."""
     members = dict(pairs)
     if len(members) < len(pairs):
         ((repeated, _),) = Counter(name for name, _ in pairs).most_common(1)
@@ -208,7 +209,7 @@ def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def is_irregular(path: str | Path) -> bool:
-    """Return whether a path is a pipe, a device, a directory or a link to nothing; False if a process removes it."""
+    """Return whether a path is a pipe, a device, a directory or a link to nothing; False if it does not exist."""
     try:
         return not stat.S_ISREG(os.stat(path).st_mode)
     except FileNotFoundError:
@@ -216,10 +217,10 @@ def is_irregular(path: str | Path) -> bool:
 
 
 def read_regular(path: Path, limit_bytes: int = _MOST_BYTES) -> bytes:
-    """Return the content of a file of at most `limit_bytes`.
+    """Return a file's content, at most `limit_bytes`.
 
-    Raises FileNotFoundError, and `ValueError` for any other problem. Pipes and devices are rejected, because reading
-    them may not end.
+    Raises FileNotFoundError, and `ValueError` for any other problem, such as a longer file. Pipes and devices are
+    rejected, because reading them may not end.
     """
     try:
         if is_irregular(path):
@@ -254,8 +255,8 @@ def sync_tree(directory: Path) -> None:
 def replace_directory(source: Path, target: Path, *, durable: bool = True) -> None:
     """Rename the flushed directory `source` to `target` on the same file system.
 
-    An existing directory of that name is first renamed to .NAME.replaced, and removed after the new directory has its
-    name. durable: whether the new name is flushed to the device before the removal.
+    An existing target is first renamed to .NAME.replaced, and removed after `source` is renamed. durable: whether the
+    new name is flushed to the device before the removal.
     """
     aside = target.with_name(f".{target.name}.replaced")
     if target.exists():
@@ -268,10 +269,10 @@ def replace_directory(source: Path, target: Path, *, durable: bool = True) -> No
 
 
 class SteadyFile(BufferedWriter):
-    """Flushes its bytes to the device every `FLUSH_BYTES`, and then calls `moved`.
+    """Flushes the written bytes to the device every `FLUSH_BYTES`, and then calls `moved`.
 
-    Otherwise the system writes all bytes at once at the end, and a slow device looks like a dead one. If `durable` is
-    False, no bytes are flushed, for files that may be lost in a crash of the machine.
+    Otherwise the system writes all bytes at once at the end, and a slow device looks like a dead device. If `durable`
+    is False, no bytes are flushed, for files that may be lost in a machine crash.
     """
 
     def __init__(self, path: Path, moved: Callable[[], None], *, durable: bool = True):

@@ -19,26 +19,26 @@ _GPUS: dict[str, tuple[float, tuple[int, int]]] = {
     "h200-141": (139.7, (9, 0)),
     "b200-192": (178.3, (10, 0)),
 }
-# Dense peak in TFLOP/s by NVIDIA's data sheets, in 16 bits and in FP8. The first key that the device's name contains
+# Dense peak in TFLOP/s by NVIDIA's data sheets, in 16 bits and in FP8. The first key that the device name contains
 # counts.
 _PEAKS: dict[str, tuple[float, float | None]] = {
     "h100 pcie": (756.0, 1513.0), "h100 nvl": (835.5, 1671.0), "h100": (989.4, 1978.9),
     "h200 nvl": (835.5, 1671.0), "h200": (989.4, 1978.9), "h20": (148.0, 296.0), "a100": (312.0, None),
     "l40s": (362.0, 733.0), "gb200": (2500.0, 5000.0), "b200": (2250.0, 4500.0),
 }  # fmt: skip
-# These are assumptions: CUDA context, cuBLAS workspaces, and NCCL's buffers of the communicators of a rank.
+# Assumed sizes: CUDA context and cuBLAS workspaces, and NCCL buffers for a rank's communicators.
 CONTEXT_BYTES = 1 * GIB
 NCCL_BYTES = 2 * GIB
-MARGIN = 0.05  # share of the memory, for the allocator's fragmentation and for sequences longer than planned
+MARGIN = 0.05  # memory share for allocator fragmentation and for sequences longer than planned
 
 
 class UnknownHardware(ExpectedError, ValueError):
-    """The name is neither a GPU of the table nor `cpu-GIB`."""
+    """The name is neither a GPU in the table nor `cpu-GIB`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Describes one device. `capability` is None for a CPU."""
+    """Describes a device. `capability` is None for a CPU."""
 
     name: str
     memory_bytes: int
@@ -59,9 +59,10 @@ class Hardware:
 
 
 def peak_flops(device: str, dtype: str) -> float | None:
-    """Return the peak FLOP/s of a device, named by torch or by the table above, in bf16, fp16 or fp8; None if unknown.
+    """Return a device's peak FLOP/s in bf16, fp16 or fp8; None if unknown.
 
-    The name of a MIG slice does not give its share of its GPU's peak.
+    device: torch's device name, or a name in the table above. A MIG slice's peak is unknown, because the name does not
+    give the slice's share of the GPU's peak.
     """
     half, fp8 = next((peaks for name, peaks in _PEAKS.items() if name in device.lower()), (None, None))
     peak = {"bf16": half, "fp16": half, "fp8": fp8}.get(dtype)
@@ -69,7 +70,7 @@ def peak_flops(device: str, dtype: str) -> float | None:
 
 
 def hardware(name: str, setting: str = "--gpu") -> Hardware:
-    """Return the device `name`: a device of the table, or `cpu-GIB` for ranks that share only a CPU.
+    """Return the device `name`: a GPU in the table, or `cpu-GIB` for ranks that share only a CPU.
 
     Example: "cpu-16" has 16 GiB. Raises UnknownHardware with the known names.
     """

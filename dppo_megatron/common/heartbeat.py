@@ -1,4 +1,4 @@
-"""Writes this process's phase and current call to a file every few seconds, so that others see where it waits."""
+"""Write this process's phase and current call to a file every few seconds, so that others see where it waits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 INTERVAL_S = 5.0
-BYTES = 1024  # size of a file; each write replaces all of it
+BYTES = 1024  # file size; each write replaces all bytes
 _OURS = re.compile(r".*/((?:dppo_)?megatron/.*)")
 _WRAPPERS = ("without_cuda.py", "heartbeat.py")
 _WAITS = ("distributed_c10d.py", "dppo_megatron/common/ranks.py")  # calls into these files wait for other ranks
@@ -59,7 +59,10 @@ def _beat(file: int, main: int) -> None:
 
 
 def _call_of(thread: int) -> tuple[str, bool]:
-    """Return `all_reduce (megatron/core/timers.py, line 41)`, and whether this call waits for other ranks."""
+    """Return a thread's current call and whether the call waits for other ranks.
+
+    Example: `all_reduce (megatron/core/timers.py, line 41)` and True.
+    """
     frame, waiting_call = sys._current_frames().get(thread), ""
     while frame is not None:
         file, name = frame.f_code.co_filename, frame.f_code.co_name

@@ -1,4 +1,4 @@
-"""Define the store at which ranks meet and agree. SGLang loads this file by its path, without the package."""
+"""Define the store where ranks meet and agree. SGLang loads this file by path, without the package."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class LocalStore(dist.TCPStore):
 
 
 def world_store(timeout: timedelta) -> dist.Store | None:
-    """Return the store of the ranks that the environment describes; None under torchrun, which has its own store.
+    """Return the store for the ranks that the environment describes; None under torchrun, which provides a store.
 
-    Rank 0 hosts the store and has one connection (an open file) to each other rank.
+    Rank 0 hosts the store and has a connection (an open file) to each other rank.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None

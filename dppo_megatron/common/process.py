@@ -1,4 +1,4 @@
-"""Start a child process with its own session and log file, and terminate all processes of its session."""
+"""Start a child process with a separate session and log file, and terminate all processes in this session."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _LIBC = ctypes.CDLL(None)  # loaded before any fork
 
 
 class Child:
-    """Starts `command` in its own session with output appended to `log`.
+    """Starts `command` in a separate session with output appended to `log`.
 
     The kernel sends the child SIGTERM if this process dies without terminating the child (`follow_parent`). All
-    processes of the session are terminated together, so that a server's workers do not outlive the server. lock: a lock
+    processes in the session are terminated together, so that a server's workers do not outlive the server. lock: a lock
     that the child inherits.
     """
 
@@ -66,7 +66,7 @@ class Child:
             self._process.send_signal(number)
 
     def end(self, grace_s: float) -> None:
-        """Send SIGTERM, then SIGKILL to the rest of its session after `grace_s`. Return when all have exited."""
+        """Send SIGTERM to the child, then SIGKILL to the session after `grace_s`. Return when the child has exited."""
         members = self._session()
         self.signal(signal.SIGTERM)
         deadline = time.monotonic() + grace_s
@@ -81,7 +81,7 @@ class Child:
         self._process.wait()
 
     def _session(self) -> set[psutil.Process]:
-        """Return every process of the child's session, including orphans."""
+        """Return every process in the child's session, including orphans."""
         members = set()
         for process in psutil.process_iter():
             try:
@@ -100,7 +100,7 @@ def _is_zombie(process: psutil.Process) -> bool:
 
 
 def with_this_process() -> Callable[[], None]:
-    """Return a `preexec_fn` of a child that receives SIGTERM when this process dies."""
+    """Return a `preexec_fn` that makes a child receive SIGTERM when this process dies."""
     return partial(end_with_parent, os.getpid())
 
 
@@ -117,7 +117,7 @@ def end_with_parent(parent: int, number: int = signal.SIGTERM) -> None:
 
 
 def follow_parent() -> None:
-    """Kill this process and its group as soon as its parent dies, if it was started as a `Child`.
+    """Kill this process and its process group as soon as the parent dies, if this process was started as a `Child`.
 
     SIGTERM does not suffice: a trainer then waits for its step, and perhaps for engines that no longer exist. A
     server's workers do not receive the signal.
@@ -135,9 +135,9 @@ def _follow(parent: int) -> None:
 
 
 def raise_open_files_limit(fallback: int) -> int:
-    """Raise the soft limit of open files to the hard one, or to `fallback` if there is none. Return that limit.
+    """Raise the soft limit of open files to the hard limit, or to `fallback` without a hard limit. Return that limit.
 
-    The soft limit of a shell is often 1024.
+    A shell's soft limit is often 1024.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = fallback if hard == resource.RLIM_INFINITY else hard

@@ -1,4 +1,4 @@
-"""Shows progress between processes by the modification time of a file."""
+"""Show progress between processes by a file's modification time."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Share small values among the ranks of torch.distributed; an error on one rank is raised on all.
+"""Share small values among torch.distributed ranks; an error on one rank is raised on all ranks.
 
-An error on only one rank would leave the others in their next collective until its timeout.
+An error on only one rank would leave the other ranks in their next collective until it times out.
 
-The agreements use the store at which the ranks met and need no further connections. A gloo group of the whole world
-would cost every rank two descriptors for each other rank. Waiting happens in the store, not in a collective, so it may
-take as long as a rank reports progress (`alive`).
+The agreements use the store where the ranks met and need no further connections. A gloo group with all ranks would cost
+every rank two descriptors for each other rank. Waiting happens in the store, not in a collective, so a wait may last as
+long as a rank reports progress (`alive`).
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _Failure = tuple[type[Exception], str]  # an error's type and text
 FIRST_POLL_S, POLL_S = 0.0002, 0.01  # pauses between polls of the store
 POLL_S_PER_RANK = 0.0001  # all ranks together poll one process at most ten thousand times a second
 LOOK_S = 1.0  # between reports, and between checks of the other ranks' reports
-MOST_BYTES = 4 << 20  # bytes of one part of a value: torch's store rejects 8 MiB
+MOST_BYTES = 4 << 20  # bytes per part of a value: torch's store rejects 8 MiB
 _NAMES_SHOWN = 8
 
 _SIGNATURE_BYTES = hashlib.sha256().digest_size
 _secret = b""  # the run's secret, which signs values
 
-_attempts: WeakKeyDictionary[dist.Store, bytes] = WeakKeyDictionary()  # identity of this attempt, by store
+_attempts: WeakKeyDictionary[dist.Store, bytes] = WeakKeyDictionary()  # this attempt's identity, by store
 _numbers: WeakKeyDictionary[dist.Store, Iterator[int]] = WeakKeyDictionary()  # counts agreements, by store
 
 
@@ -53,7 +53,7 @@ def authenticate(secret: str | None) -> None:
 
 
 class RanksForged(ExpectedError, RuntimeError):
-    """A value in the store does not come from a rank of this run."""
+    """A value in the store does not come from this run's ranks."""
 
 
 class RanksTimeout(ExpectedError, TimeoutError):
@@ -61,14 +61,14 @@ class RanksTimeout(ExpectedError, TimeoutError):
 
 
 class Ranks:
-    """Connects all ranks of the default process group, or only this process if torch.distributed has not started.
+    """Connects all ranks in the default process group, or only this process if torch.distributed has not started.
 
     timeout_s: the longest wait for the other ranks without a progress report. If None, the store sets the timeout.
-    place: (store, rank, number of ranks) of ranks that share a store without a process group.
+    place: (store, rank, number of ranks) for ranks that share a store without a process group.
 
     All methods but `alive` and `wait_for_leader` are collective: all ranks call them in the same order, in one thread.
     The methods transfer pickled objects; `action` names the wait in errors. Each raises `RanksTimeout` if another rank
-    terminated or exceeded the timeout. They synchronise processes, never devices.
+    terminated or exceeded the timeout. They synchronize processes, never devices.
     """
 
     def __init__(self, timeout_s: float | None = None, *, place: tuple[dist.Store, int, int] | None = None):
@@ -88,7 +88,7 @@ class Ranks:
         self._reported = 0.0
 
     def from_rank_zero(self, make: Callable[[], T], action: str) -> T:
-        """Return the result of `make` on rank 0 to every rank, or raise its error there, with type and text."""
+        """Call `make` on rank 0. Return the result on every rank, or raise the error there, with type and text."""
         if self.size == 1:
             return make()
         outcome, error = _outcome_of(make if self.rank == 0 else lambda: None)
@@ -107,7 +107,7 @@ class Ranks:
     def on_every_rank(self, act: Callable[[], T], action: str) -> list[T]:
         """Run `act` on every rank and return all results in rank order.
 
-        If it raises on any rank, every rank raises an error of the first one's type, with the reasons of all.
+        If `act` raises on any rank, every rank raises an error with the first error's type and all failed ranks' texts.
         """
         outcome, error = _outcome_of(act)
         outcomes = self.gather(outcome, action)
@@ -166,7 +166,7 @@ class Ranks:
                 self._take(name, followers)
 
     def barrier(self, action: str) -> None:
-        """Return when every rank has called it."""
+        """Return when every rank has called this."""
         self.gather(None, action)
 
     def alive(self) -> None:
@@ -203,7 +203,7 @@ class Ranks:
         self._store.set(key, str(len(parts)))  # last, so that a reader finds all parts
 
     def _take(self, key: str, readers: int = 1) -> Any:
-        """Return the value; its last reader removes it."""
+        """Return the value; the last reader removes it."""
         parts = [f"{key}/part-{index}" for index in range(int(self._store.get(key)))]
         data = b"".join(self._store.get(part) for part in parts)
         if readers == 1 or self._store.add(f"{key}/readers", 1) == readers:
@@ -240,8 +240,8 @@ def _rank_names(ranks: list[int]) -> str:
 def _outcome_of(act: Callable[[], Any]) -> tuple[tuple[Any, _Failure | None], Exception | None]:
     """Return ((result, failure), error) of a call.
 
-    The failure has the error's type, or its nearest base class that other ranks can construct. An error that the other
-    ranks cannot construct would leave them waiting, or would lose its text.
+    The failure has the error's type, or the nearest base class that other ranks can construct. An error that the other
+    ranks cannot construct would leave them waiting, or would lose the text.
     """
     try:
         return (act(), None), None
@@ -260,7 +260,7 @@ def _can_be_sent(kind: type) -> bool:
 
 
 def _error_of(kind: type[Exception], text: str) -> Exception:
-    """Return another rank's error: of its type, but without the attributes that its constructor may set."""
+    """Return another rank's error with type and text, but without attributes that the type's constructor may set."""
     error = kind.__new__(kind)
     error.args = (text,)
     return error

@@ -23,8 +23,8 @@ def doubling_delay_s(first_s: float, doublings: int, longest_s: float) -> float:
 class RetryBudget:
     """Limits the number and the total time of attempts. The limit that is reached first applies; set at least one.
 
-    The pause after a failure begins at `first_pause_s` and doubles up to `longest_pause_s`. With `jitter` each pause is
-    drawn uniformly between 0 and this value, so that many callers do not return to one server at the same moment.
+    The pause after a failure begins at `first_pause_s` and doubles up to `longest_pause_s`. With `jitter`, each pause
+    is drawn uniformly between 0 and this value, so that many callers do not return to a server at the same moment.
     """
 
     attempts: int | None = None  # including the first one
@@ -50,9 +50,10 @@ class RetryRules(TypedDict, total=False):
 def retry(call: Callable[[int], Result], budget: RetryBudget, **rules: Unpack[RetryRules]) -> Result:
     """Return the result of the first `call(attempt)` that does not raise; attempts are counted from 0.
 
-    An error of type `on` (any Exception) that is not of type `unless` (none) leads to another attempt; any other error
-    is raised at once. When the budget is spent, or `give_up()` is true after a failure, the last attempt's own error is
-    raised. `on_retry` is called before the pause with each error that another attempt follows, to log or count it.
+    on: error types that lead to another attempt (default: any Exception); any other error is raised at once.
+    unless: error types that are raised at once, although `on` includes them (default: none).
+    give_up: if it returns true after a failure, the last attempt's error is raised, as when the budget is spent.
+    on_retry: called before the pause with each error that another attempt follows, to log or count it.
     """
     attempts = itertools.count()
     return tenacity.Retrying(**_tenacity_settings(budget, **rules))(lambda: call(next(attempts)))
@@ -71,7 +72,7 @@ async def retry_async(
 
 
 def wait_until(condition: Callable[[], Result], timeout_s: float, poll_s: float) -> Result:
-    """Return the first true value of `condition()`, called every `poll_s`, or its last, false one after `timeout_s`."""
+    """Call `condition` every `poll_s`. Return the first true value, or the last, false value after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not (result := condition()) and time.monotonic() < deadline:
         time.sleep(poll_s)
@@ -105,5 +106,5 @@ def _tenacity_settings(
         "wait": pauses(multiplier=budget.first_pause_s, max=budget.longest_pause_s),
         "retry": tenacity.retry_if_exception(lambda error: isinstance(error, on) and not isinstance(error, unless)),
         "before_sleep": None if on_retry is None else lambda state: on_retry(state.outcome.exception()),
-        "reraise": True,  # the last attempt's own error, which callers handle, instead of `RetryError`
+        "reraise": True,  # the last attempt's error, which callers handle, instead of `RetryError`
     }

@@ -1,10 +1,10 @@
-"""Compute rows so that the bits of a row do not depend on the other rows. Depends only on torch.
+"""Compute rows so that a row's bits do not depend on the other rows. Depends only on torch.
 
-With `engine.exact` trainer and engines use it on CPUs, for one token or a whole batch. The batch-invariant head
-(`vocab_parallel`) uses `product`, on GPUs too. A matrix library chooses its kernel, and so the order of its sums, by
-the number of rows. Here every product has the same number of rows. One thread computes it on a CPU, because MKL may let
-several threads share the sum of an element. Attention sums over blocks of keys of one size, from the first key on; keys
-after the position of a query add exact zeros.
+With `engine.exact`, trainer and engines use this module on CPUs, for one token or a whole batch. The batch-invariant
+head (`vocab_parallel`) uses `product`, on GPUs too. A matrix library chooses its kernel, and so the order of its sums,
+by the number of rows. Here every product has the same number of rows. A single CPU thread computes a product, because
+MKL may let several threads share an element's sum. Attention sums over key blocks of equal size, from the first key on;
+keys after a query's position add exact zeros.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-ROWS = 32  # rows of a tile: a larger tile slows down a single token, a smaller one a long sequence
-KEYS = 64  # keys of a block
+ROWS = 32  # rows per tile: a larger tile slows down a single token, a smaller tile a long sequence
+KEYS = 64  # keys per block
 
 
 @torch.no_grad()
@@ -33,11 +33,11 @@ def product(
     tile: int = ROWS,
     dtype: torch.dtype = torch.float32,
 ) -> Float[Tensor, "... N"]:
-    """Return x @ weight + bias, computed in `dtype` and rounded once to the dtype of x, without gradient.
+    """Return x @ weight + bias, computed in `dtype` and rounded once to x's dtype, without gradient.
 
     The rows are multiplied in tiles of `tile` rows; zeros fill the last tile. Example: 70 rows with `tile` 32 are
-    products of 32, 32 and 6 + 26 rows, so the library chooses the same kernel for each. The bits of a row do not depend
-    on the others if that kernel treats all rows of a tile alike, which tests/common/test_row_math.py checks on CPUs.
+    products of 32, 32 and 6 + 26 rows, so the library chooses the same kernel for each. A row's bits do not depend on
+    other rows if that kernel treats all rows in a tile alike. tests/common/test_row_math.py checks this on CPUs.
     """
     rows, weight = x.reshape(-1, x.shape[-1]).to(dtype).contiguous(), weight.to(dtype)
     count = len(rows)
@@ -55,7 +55,7 @@ def product(
 
 
 def rms_norm(x: Float[Tensor, "... d"], weight: Float[Tensor, " d"], eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return w x / rms(x) in the dtype of x, and in fp32 x / rms(x) and 1 / rms(x) [..., 1]."""
+    """Return (w x / rms(x) in x's dtype, x / rms(x) in fp32, 1 / rms(x) [..., 1] in fp32)."""
     wide = x.float()
     mean_square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square().div_(x.shape[-1])
     scale = mean_square.add_(eps).rsqrt_()
@@ -66,14 +66,14 @@ def rms_norm(x: Float[Tensor, "... d"], weight: Float[Tensor, " d"], eps: float)
 def rope_tables(
     frequencies: Float[Tensor, " d/2"], position_ids: Int[Tensor, " T"], dtype: torch.dtype
 ) -> tuple[Float[Tensor, "T 1 d"], Float[Tensor, "T 1 d"]]:
-    """Return the cosine, and the sine with the sign of each half, of every row's angles; computed in fp32."""
+    """Return cosine and sine of every row's angles, computed in fp32; the first half of the sine is negated."""
     angles = torch.outer(position_ids.to(frequencies.dtype), frequencies)[:, None]
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rotated(x: Float[Tensor, "T h d"], cos: Tensor, sin: Tensor, direction: int = 1) -> Float[Tensor, "T h d"]:
-    """Rotate the pairs (i, i + d/2) of each head by the angles of its row; `direction` -1 rotates back."""
+    """Rotate the pairs (i, i + d/2) in each head by the row's angles; `direction` -1 rotates back."""
     swapped = x.roll(x.shape[-1] // 2, dims=-1)
     return torch.addcmul(x * cos, swapped, sin, value=direction)
 
@@ -85,15 +85,15 @@ def attention(
     first: Int[Tensor, " n"],
     scale: float,
 ) -> Float[Tensor, "n Q h v"]:
-    """Return causal attention of queries at the positions first, first + 1, ... of their sequences, in fp32.
+    """Return causal attention for queries at positions first, first + 1, ... in their sequences, computed in fp32.
 
-    h query heads share g heads of keys and values, which begin at position 0. Keys after the position of a query are
+    h query heads share g heads of keys and values, which begin at position 0. Keys after a query's position are
     ignored; the values there must be finite.
     """
     n, queries, heads, d = query.shape
     groups, length = key.shape[2], key.shape[1]
     shared = heads // groups
-    # Rows are in the order of positions, so that all rows of the first tiles precede a block of keys.
+    # Rows are in position order, so that all rows in the first tiles precede a block of keys.
     rows = (query.float() * scale).view(n, queries, groups, shared, d).transpose(1, 2).reshape(n * groups, -1, d)
     count = rows.shape[1]
     rows = F.pad(rows, (0, 0, 0, -count % ROWS)).view(n * groups, -1, ROWS, d)
@@ -110,7 +110,7 @@ def attention(
     total = torch.zeros_like(top)
     out = rows.new_zeros(n * groups, tiles, ROWS, value.shape[-1])
     for block in range(keys.shape[1]):
-        begin = max(0, (block * KEYS - last) * shared) // ROWS  # queries of earlier tiles precede all keys of the block
+        begin = max(0, (block * KEYS - last) * shared) // ROWS  # queries in earlier tiles precede all keys in the block
         if begin >= tiles:
             break
         scores = _products(rows[:, begin:], keys[:, block])

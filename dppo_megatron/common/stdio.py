@@ -1,4 +1,4 @@
-"""Standard output and error of a command that must finish although the reader of its output has ended."""
+"""Let a command finish although the reader of standard output or error has ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 
 class _Raw(io.FileIO):
-    """Discards output, also of processes started later, once the reader of the pipe has ended."""
+    """Discards output, also from processes started later, once the pipe's reader has ended."""
 
     def write(self, data: Any) -> int:
         try:
@@ -24,7 +24,7 @@ class _Raw(io.FileIO):
 
 
 def at_words(text: str, stream: TextIO) -> str:
-    """Return the text with lines that a terminal would break inside words broken before them."""
+    """Return the text with long lines broken before words where a terminal would break them inside words."""
     if not stream.isatty():
         return text
     wrapper = textwrap.TextWrapper(shutil.get_terminal_size().columns, subsequent_indent="  ")

@@ -1,4 +1,4 @@
-"""Serialize arrays as a safetensors file. Strided arrays are copied, because it writes memory in storage order."""
+"""Serialize arrays as a safetensors file. Strided arrays are copied, because `save` writes memory in storage order."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from safetensors.numpy import save
 
 
 def packed(arrays: Mapping[str, np.ndarray], metadata: dict[str, str] | None = None) -> bytes:
-    """Return the bytes of the file."""
+    """Return the file's bytes."""
     return save({name: np.ascontiguousarray(array) for name, array in arrays.items()}, metadata)

@@ -48,7 +48,7 @@ class WorkerTimeout(WorkerError):
 
 
 class Worker:
-    """Runs foreign code in a process with its own session, which answers one request at a time.
+    """Runs foreign code in a process that has a separate session and answers one request at a time.
 
     Call `load` first. After a `WorkerError` the worker is unusable. Call `end` in any case.
     """
@@ -58,9 +58,9 @@ class Worker:
     ):
         """Start the process.
 
-        module: its function `load` is the argument of `serve`. hello: argument of that function. subject: names the
-        foreign code in errors. largest: most bytes of a reply. environment: arguments of
-        `child_environment`.
+        module: the module with the function `load` for `serve`. hello: the argument of `load`.
+        subject: names the foreign code in errors. largest: most bytes in a reply.
+        environment: arguments of `child_environment`.
         """
         self._hello = hello
         self._subject = subject
@@ -92,9 +92,9 @@ class Worker:
         return checked(_Loaded, reply)["error"]
 
     def ask(self, request: tuple[Any, ...], timeout_s: float, action: str, kind: Any) -> Any:
-        """Return the parts of the reply, or its bytes, as a value of type `kind`; `action` names the wait in messages.
+        """Return the reply's parts, or the reply's bytes, as a value of type `kind`; `action` names the wait in errors.
 
-        Raises `WorkerError`, or the error of pickling the request; the worker stays usable after the latter.
+        Raises `WorkerError`, or the request's pickling error, after which the worker stays usable.
         """
         return checked(kind, self._exchange(pickle.dumps(request), timeout_s, action).get("parts"))
 
@@ -109,7 +109,7 @@ class Worker:
         return self._process.poll() is None and self._channel.quiet
 
     def end(self) -> None:
-        """Kill the worker and all processes of its session, which may outlive it. Further calls have no effect."""
+        """Kill the worker and all processes in its session, which may outlive the worker. Further calls do nothing."""
         if not self._ended:
             self._ended = True
             with contextlib.suppress(ProcessLookupError, PermissionError):  # all have ended
@@ -123,7 +123,7 @@ class Worker:
         in_progress = False
         try:
             self._channel.send(request, Deadline(timeout_s))
-            # Code of an earlier sample may still run in the worker and delay the request.
+            # Code for an earlier sample may still run in the worker and delay the request.
             in_progress = bool(self._channel.receive_reply(Deadline(timeout_s), number, self._largest).get("begun"))
             reply = self._channel.receive_reply(Deadline(timeout_s), number, self._largest)
             if reply.get("bytes"):
@@ -161,7 +161,7 @@ def checked(kind: Any, value: Any) -> Any:
 def confine(memory: int) -> None:
     """Limit this process to `memory` more bytes than it has now. A crash writes no core file and no text.
 
-    `signal.setitimer(signal.ITIMER_PROF, seconds)` limits its CPU time, because the signal terminates it.
+    `signal.setitimer(signal.ITIMER_PROF, seconds)` limits the CPU time, because the signal terminates the process.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # RLIMIT_AS would count mapped files too.
@@ -176,7 +176,7 @@ def serve(descriptor: int, load: Callable[[dict[str, Any]], tuple[str | None, An
 
     load: takes the hello and returns (why the code cannot be loaded, the function that answers).
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # otherwise asyncio.run would leave a handler of its own installed
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # otherwise asyncio.run would leave another handler installed
     end, pid = socket.socket(fileno=descriptor), os.getpid()
     channel = WorkerChannel(end, end.recv(TOKEN_BYTES, socket.MSG_WAITALL))
     try:
@@ -200,7 +200,7 @@ def serve(descriptor: int, load: Callable[[dict[str, Any]], tuple[str | None, An
 
 
 def _open_streams() -> None:
-    """Reopen stdout and stderr if a sample closed them, so that the next one can print."""
+    """Reopen stdout and stderr if a sample closed them, so that the next sample can print."""
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         try:
             os.fstat(descriptor)

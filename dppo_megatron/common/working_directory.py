@@ -1,4 +1,4 @@
-"""Makes the user's rewards and objectives importable from the directory in which a run is started."""
+"""Make the user's rewards and objectives importable from the directory where a run is started."""
 
 from __future__ import annotations
 

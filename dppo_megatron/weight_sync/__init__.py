@@ -1,4 +1,4 @@
-"""Publish the trainer's weights to the engines, verified by the log-probs of a few tokens."""
+"""Publish the trainer's weights to the engines, and verify them by the log-probs of a few tokens."""
 
 from .build import build_publisher, weight_check_tokens
 from .publisher import Publisher, PublishResult

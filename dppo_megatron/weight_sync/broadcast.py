@@ -1,7 +1,7 @@
-"""Publish by broadcast: each source rank sends its weights directly to the workers of all engines.
+"""Publish by broadcast: each source rank sends its weights directly to all engines' workers.
 
-vLLM has a transfer over NCCL (https://github.com/vllm-project/vllm/tree/main/vllm/distributed/weight_transfer). It is
-not used, because an engine that dies within a bucket must not end the trainer or block the other engines
+vLLM's transfer over NCCL (https://github.com/vllm-project/vllm/tree/main/vllm/distributed/weight_transfer) is not used,
+because an engine that dies within a bucket must not end the trainer or block the other engines
 (`weights/process_group.py`). Reconsider this with the first measurement on GPUs.
 """
 
@@ -51,10 +51,10 @@ from .transport import Transport, WeightSyncError
 
 
 class Broadcast(Transport):
-    """Sends the weights through process groups that are made once, and again after a failure or a change of engines.
+    """Sends the weights through process groups that are made once, and again after a failure or when engines change.
 
-    Source ranks are the ranks on which `export_weights` yields: tensor-parallel rank 0 of every pipeline stage, and the
-    first rank of each group that shards an expert. The engines receive their buckets in `WeightGroupPlan.order`.
+    Source ranks are the ranks where `export_weights` yields: tensor-parallel rank 0 in every pipeline stage, and the
+    first rank in each group that shards an expert. The engines receive their buckets in `WeightGroupPlan.order`.
     """
 
     def __init__(self, config: Config, actor: Actor, ranks: Ranks, engines: EngineThread | None):
@@ -68,8 +68,8 @@ class Broadcast(Transport):
         self._bucket_bytes = config.weight_sync.bucket_bytes or BUCKET_BYTES[self._backend]
         self._streams: tuple[tuple[Bucket, ...], ...] = ()  # buckets of each source rank
         self._sender: int | None = None  # this rank's index among the source ranks
-        self._plan: WeightGroupPlan  # plan of the last group
-        self._formed = False  # whether that group exists, and this rank failed in none of its steps
+        self._plan: WeightGroupPlan  # the last group's plan
+        self._formed = False  # whether the last group exists and no step in it failed on this rank
         self._members: Sequence[str] = ()
         self._rendezvous: WeightRendezvous | None = None  # on rank 0, which hosts the store
         self._caller: WeightRendezvous | None = None  # rank 0's second connection, for aborting
@@ -89,7 +89,7 @@ class Broadcast(Transport):
         if not self._streams:
             specs = [TensorSpec.from_tensor(name, tensor) for name, tensor in self._export()]
             everyone = self._ranks.gather(make_buckets(specs, self._bucket_bytes), "the buckets of all source ranks")
-            # The engines receive in the order in which every rank exports: dense weights, then experts layer by layer.
+            # The engines receive in every rank's export order: dense weights, then experts layer by layer.
             # A rank with a later bucket therefore never blocks a gather that the next bucket needs.
             senders = [rank for rank, buckets in enumerate(everyone) if buckets]
             self._streams = tuple(everyone[rank] for rank in senders)
@@ -111,7 +111,7 @@ class Broadcast(Transport):
         self.sent = {}
         exported, channel = self._export(), self._channel
         if self._sender is None or channel is None:
-            deque(exported, maxlen=0)  # source ranks wait in its gathers
+            deque(exported, maxlen=0)  # runs the export, because source ranks wait in the gathers
             return None
         stream = _BucketStream(channel, self._streams[self._sender], self._actor.layout.device, self._step_name)
         try:
@@ -127,7 +127,7 @@ class Broadcast(Transport):
             channel.rendezvous.abort(self._step_name, problem)
             channel.close()
             self._formed = False
-            deque(exported, maxlen=0)  # exhausts it, because other ranks wait in its gathers
+            deque(exported, maxlen=0)  # runs the remaining export, because other ranks wait in the gathers
             return problem
         return None
 
@@ -170,7 +170,7 @@ class Broadcast(Transport):
 
             async def invite(engine: Engine) -> None:
                 try:
-                    host = local_address(_host(engine.url))  # this machine's address as the engine reaches it
+                    host = local_address(_host(engine.url))  # the address where the engine reaches this machine
                     plan = replace(self._plan, host=host, first_worker=first_workers[engine.url])
                     await engine.join_weight_group(plan)
                 except Exception as error:
@@ -212,7 +212,7 @@ def _host(url: str) -> str:
 
 
 class _BucketStream:
-    """Packs tensors into the planned buckets; one bucket is sent while the next one fills."""
+    """Packs tensors into the planned buckets; a bucket is sent while the next bucket fills."""
 
     def __init__(self, channel: SenderGroup, buckets: tuple[Bucket, ...], device: torch.device, step: str):
         self._channel = channel
@@ -220,12 +220,12 @@ class _BucketStream:
         self._step = step
         size = max(map(bucket_bytes, buckets))
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(min(2, len(buckets)))]
-        self._tickets: list[int] = []  # tickets of the sent buckets, in order
+        self._tickets: list[int] = []  # tickets for sent buckets, in order
         self._flat = self._buffers[0]
-        self._open: list[tuple[str, Tensor]] = []  # unfilled tensors of the current bucket, last first
+        self._open: list[tuple[str, Tensor]] = []  # unfilled tensors in the current bucket, last first
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor into its bucket, and send a full bucket. Raises `WeightGroupError` naming the bucket."""
+        """Copy a tensor into the current bucket, and send the bucket when it is full. Raises `WeightGroupError`."""
         if not self._open:
             self._next()
         place_name, place = self._open.pop()

@@ -1,4 +1,4 @@
-"""Build the publisher of a run, and the tokens of its weight check."""
+"""Build a run's publisher and the tokens for the weight check."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ def build_publisher(
 
 
 def weight_check_tokens(prompts: PromptSource, max_model_len: int) -> np.ndarray:
-    """Return [S] int32, shorter than `max_model_len`: the run's first prompts end to end.
+    """Return [S] int32: the first tokens in the run's prompts, end to end.
 
-    The tokens are real text, and the same in every attempt of the run.
+    S is at most `CHECK_TOKENS` and less than `max_model_len`. The tokens are real text, and equal in every attempt of
+    the run.
     """
     tokens = itertools.chain.from_iterable(prompts.prompt(position).token_ids for position in range(len(prompts)))
     return np.fromiter(itertools.islice(tokens, min(CHECK_TOKENS, max_model_len - 1)), np.int32)

@@ -1,4 +1,4 @@
-"""Run asynchronous engine clients for a synchronous caller, in one event loop in its own thread."""
+"""Run asynchronous engine clients for a synchronous caller, in an event loop in a separate thread."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Arguments = ParamSpec("Arguments")
 class EngineThread:
     """Runs coroutines on the engines while the caller computes.
 
-    The clients are made inside the loop's thread, and keep their connections between calls.
+    The clients are made inside the loop thread, and keep their connections between calls.
     """
 
     def __init__(self, engines: LiveEngines):
@@ -36,7 +36,7 @@ class EngineThread:
         *arguments: Arguments.args,
         **named: Arguments.kwargs,
     ) -> Future[Result]:
-        """Start `call(engines, *arguments)`, a method of `LiveEngines`. Return a future of its result or its error."""
+        """Start `call(engines, *arguments)` with the `LiveEngines`. Return a future with the result or error."""
         return asyncio.run_coroutine_threadsafe(call(self._engines, *arguments, **named), self._loop)
 
     def put_to_sleep(self) -> None:

@@ -1,4 +1,4 @@
-"""Publish a policy version to the engines. An engine confirms it if it scores given tokens like the trainer."""
+"""Publish a policy version to the engines. Engines confirm a version if they score given tokens like the trainer."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from .transport import Transport, WeightSyncError
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.2
-ATTEMPTS = 3  # limit with the same engines
-Replies = Mapping[str, Confirmation | EngineError]  # by the engine's URL
+ATTEMPTS = 3  # most attempts with the same engines
+Replies = Mapping[str, Confirmation | EngineError]  # by engine URL
 
 
 @dataclass(frozen=True, slots=True)
 class PublishResult:
-    """Describes the cost (in seconds) and the result of one publish. Equal on every rank."""
+    """Describes the cost (in seconds) and the result of a publish. Equal on every rank."""
 
     version: int
     nbytes: int  # sent bytes
     export_s: float  # until the engines begin to load
-    load_s: float  # time of the slowest engine
-    pause_s: float  # longest time in which an engine did not sample while it loaded
-    check_s: float  # time for scoring the tokens of the weight check
-    difference: ScoreDifference  # that of the confirmed engine that differs most
+    load_s: float  # the slowest engine's time
+    pause_s: float  # longest time that an engine did not sample while it loaded
+    check_s: float  # time for scoring the weight check's tokens
+    difference: ScoreDifference  # of the confirmed engine that differs most
     unconfirmed: int = 0  # engines that were left out
-    changed_share: float | None = None  # share of all elements, if only the changed ones were sent
+    changed_share: float | None = None  # share of all elements, if only changed elements were sent
 
     def metrics(self) -> dict[str, float]:
         changed = {} if self.changed_share is None else {"publish/changed_share": self.changed_share}
@@ -64,7 +64,10 @@ class PublishResult:
 
 @dataclass(frozen=True, slots=True)
 class AttemptResult:
-    """Contains the result, or None if no engine confirmed it, and the reason of each failure by the engine's URL."""
+    """Contains the result, or None if no engine confirmed the version, and the reason for each failure.
+
+    Keys of `failures` are engine URLs, "sender RANK" for trainer ranks, and "group".
+    """
 
     published: PublishResult | None = None
     failures: dict[str, str] = field(default_factory=dict)
@@ -79,15 +82,15 @@ class Publisher:
     An engine that dies loses the update, because the update is only in memory and the trainer does not wait for the
     engine. The run loses no data. The loss is handled in this order:
 
-    1. The publish continues without the engine if another one confirms the version (`_confirm`). Otherwise it waits for
-       an engine (`_Retries.wait`).
+    1. The publish continues without the engine if another engine confirms the version (`_confirm`). Otherwise the
+       publish waits for an engine (`_Retries.wait`).
     2. The version is published when the published-policy file is written (`_record`).
-    3. The version that a returning engine reports is not trusted, because its death ended the verification
+    3. The version that a returning engine reports is not trusted, because the engine's death ended the verification
        (`fleet.health.EngineHealth.answered`).
     4. With `shared_storage` the orchestrator makes the engine load the published directory
        (`fleet.monitored_engine.MonitoredEngine._verify`). A `broadcast` left no directory, so the trainer sends the
        version again: `trainer.control` asks `engines_lag` while the trainer waits for rollouts.
-    5. Another engine answers the requests that ran on the dead one, with the same seeds (`fleet.sampling.Sampler`).
+    5. Another engine answers the requests that ran on the dead engine, with the same seeds (`fleet.sampling.Sampler`).
     """
 
     def __init__(
@@ -107,7 +110,7 @@ class Publisher:
         self._transport = transport
         self._check_tokens = check_tokens
         self._colocated = config.engine.placement == "colocated"
-        self._offloaded: ExitStack | None = None  # restores a colocated actor that is not on its device
+        self._offloaded: ExitStack | None = None  # restores a colocated actor that is not on the device
         self._last: PublishedPolicy | None = None
         self._lagging: set[tuple[str, str]] = set()  # URL and instance of engines that were seen to lag
         self._partly_covered: set[str] = set()  # URLs of engines with fingerprints that do not cover all weights
@@ -116,12 +119,15 @@ class Publisher:
         """Send the weights to every engine that answers, compare log-probs, and write the published policy.
 
         An engine is left out if it is dead, freezes, or fails, or if its log-probs differ by more than
-        `weight_sync.probe_tolerance` in the mean. It does not sample before its weights are verified. If no engine is
-        left, the publish waits for one to return.
+        `weight_sync.probe_tolerance` in the mean. Engines do not sample before their weights are verified. If no engine
+        is left, the publish waits until an engine returns.
 
-        Raises `WeightSyncError` on every rank when an engine refuses the weights, or when no engine that loaded them
-        agrees with the trainer. It also raises when no engine answers for `engine.unavailable_timeout_s`, and when all
-        attempts with the same engines fail (`ATTEMPTS`).
+        Raises `WeightSyncError` on every rank in these cases:
+
+        - An engine refuses the weights.
+        - Engines loaded the weights, but none agrees with the trainer.
+        - No engine answers for `engine.unavailable_timeout_s`.
+        - All attempts with the same engines fail (`ATTEMPTS`).
 
         A colocated actor is offloaded before the engines wake, and must not be used until `onload_actor`.
         """
@@ -148,7 +154,7 @@ class Publisher:
     def engines_lag(self) -> bool:
         """Return on rank 0 whether a reachable engine lacks a broadcast policy; each instance is reported once.
 
-        Engines that read directories load the published one without the trainer.
+        Engines that read directories load the published directory without the trainer.
         """
         if self._last is None or self._last.path is not None:
             return False
@@ -163,9 +169,9 @@ class Publisher:
         return bool(new)
 
     def onload_actor(self) -> None:
-        """Put colocated engines to sleep and move the actor to its device, where it stays until the next publish.
+        """Put colocated engines to sleep and move the actor to the device, where it stays until the next publish.
 
-        The actor is on its device even when this raises `WeightSyncError` because an engine did not go to sleep.
+        The actor is on the device even when this raises `WeightSyncError` because an engine did not go to sleep.
         """
         if self._colocated:
             try:
@@ -193,7 +199,7 @@ class Publisher:
     def _attempt(
         self, version: int, engines: Mapping[str, EngineInfo], export_s: float, expected: np.ndarray | None
     ) -> AttemptResult:
-        """Connect, load, then confirm: one attempt with these engines. The result is the same on every rank.
+        """Attempt to connect to these engines, load and confirm. The result is equal on every rank.
 
         `expected` has the trainer's scores, or None if they do not exist yet.
         """
@@ -241,8 +247,8 @@ class Publisher:
     ) -> AttemptResult:
         """Compare each engine's log-probs and fingerprints with the trainer's on rank 0, and record the publish.
 
-        Engines that failed or disagree are left out if another agrees. Raises `WeightSyncError` when one refused the
-        weights, and when engines loaded them but none agrees.
+        Engines that failed or disagree are left out if another engine agrees. Raises `WeightSyncError` when an engine
+        refused the weights, and when engines loaded the weights but none agrees.
         """
         confirmed = [reply for reply in replies.values() if isinstance(reply, Confirmation)]
         failures = {}
@@ -293,7 +299,7 @@ class Publisher:
             log.warning("engine %s gives no fingerprint of %s: %s", reply.url, some_groups(groups), reason)
 
     def _record(self, policy: PublishedPolicy, confirmed: dict[str, str]) -> None:
-        """Write the published-policy file, which makes `policy` the one to serve. `confirmed`: see PublishedPolicy."""
+        """Write the published-policy file; `policy` is then the policy to serve. `confirmed`: see PublishedPolicy."""
         if self._last is None or self._last.version != policy.version:
             self._lagging.clear()
         self._lagging -= set(confirmed.items())
@@ -310,15 +316,15 @@ class Publisher:
 class _Retries:
     """Limits the wait for an engine (`timeout_s`) and the attempts with the same engines (`ATTEMPTS`), on rank 0.
 
-    Attempts are not timed; each one restarts the wait, because an engine answered. Engines die one after the other, so
-    only attempts with the same engines are counted.
+    Attempts are not timed; each attempt restarts the wait, because an engine answered. Engines die one after the other,
+    so only attempts with the same engines are counted.
     """
 
     def __init__(self, version: int, timeout_s: float):
         self._version = version
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
-        self._attempts: Counter[frozenset[str]] = Counter()  # by the URLs of the engines
+        self._attempts: Counter[frozenset[str]] = Counter()  # by engine URLs
         self._reported = ""
 
     def wait(self, attempted: Collection[str], failures: Mapping[str, str]) -> None:

@@ -31,32 +31,32 @@ from .transport import Transport
 
 log = logging.getLogger(__name__)
 
-FILE_BYTES = 128 << 20  # one file is written while the weights of the next one are exported and summed
+FILE_BYTES = 128 << 20  # a file is written while the weights for the next file are exported and summed
 LARGEST_SHARE = 0.8  # share of a model's bytes; a larger delta is not written
 
 
 class DeltaTooLarge(RuntimeError):
-    """The delta would be nearly as large as the model; its files are removed."""
+    """The delta would be nearly as large as the model; the delta's files are removed."""
 
 
 class SharedStorage(Transport):
-    """Writes every version to one directory with a model, a delta or an adapter.
+    """Writes every version to a directory with a model, a delta or an adapter.
 
-    The source ranks write it and all engines read it. A delta changes the version that this process wrote before it, so
-    the first version is a whole model.
+    The source ranks write the directory and all engines read it. A delta changes the version that this process wrote
+    before, so the first version is a whole model.
     """
 
     def __init__(self, config: Config, actor: Actor, ranks: Ranks):
         super().__init__(config, actor, ranks)
         self._run = RunDir(config.run.dir)
         self._versions = self._take_over() if ranks.rank == 0 else []
-        self._prepared: Path | None = None  # directory of the version that was prepared last
+        self._prepared: Path | None = None  # the directory that was prepared last
         self._deltas_left = 0  # deltas until the next whole version
         self._too_large = False  # a delta was too large; no other is tried before the next whole version
-        self._frozen: dict[str, int] | None = None  # fingerprint of this rank's weights without adapters
+        self._frozen: dict[str, int] | None = None  # this rank's weight fingerprint without adapters
 
     def _take_over(self) -> list[int]:
-        """Return the versions that earlier attempts of the run left, oldest first; remove unfinished ones."""
+        """Return the versions that the run's earlier attempts left, oldest first; remove unfinished versions."""
         lead(self._run, self._config.weight_sync.directory)
         for unfinished in self._run.weights.glob(".v*.writing"):
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -101,9 +101,9 @@ class SharedStorage(Transport):
         return False
 
     def _write_delta(self, directory: Path, base: Path) -> float:
-        """Write the weights to `directory` as a delta of the version in `base` next to it.
+        """Write the weights to `directory` as a delta on the version in `base`, a directory next to it.
 
-        Returns the share of all elements that changed. Everything else is as in `save_hf`, but all ranks synchronise
+        Returns the share of all elements that changed. Everything else is as in `save_hf`, but all ranks synchronize
         two more times. Raises `DeltaTooLarge` on every rank, and `DamagedDelta` if `base` cannot be read or has other
         tensors.
         """
@@ -112,7 +112,7 @@ class SharedStorage(Transport):
         everyone.on_every_rank(lambda: opened.append(Version(base)), f"{base} to be opened")
         (base_version,) = opened
         limit_bytes = LARGEST_SHARE * base_version.model_bytes
-        counts: Counter[str] = Counter()  # elements of the tensors that this rank exports
+        counts: Counter[str] = Counter()  # over the tensors that this rank exports
         turns = Turns(everyone, f"writes to {directory}")
 
         def pack(name: str, tensor: Tensor) -> dict[str, Tensor]:
@@ -167,7 +167,7 @@ class SharedStorage(Transport):
         return partial(add, self.sent) if self._config.weight_sync.fingerprint else None
 
     def _save_adapters(self, directory: Path) -> None:
-        """Write the adapters. An engine applies them to its start weights, which must equal the trainer's."""
+        """Write the adapters. An engine applies them to the start weights, which must equal the trainer's."""
         chunks, model = self._actor.model_chunks, self._config.model
         self.sent = {}
         observe = self._observe()
@@ -215,7 +215,7 @@ class SharedStorage(Transport):
 
 
 def _made_from(directory: Path) -> list[Path]:
-    """Return the directories of a version: its model and all deltas on it; empty if a delta is damaged."""
+    """Return the directories that make up a version: the model and all deltas; empty if a delta is damaged."""
     try:
         model, deltas = chain(directory)
     except DamagedDelta:  # no engine can read it

@@ -1,4 +1,4 @@
-"""Define the interface of the two transports that send a policy from the trainer ranks to the engines."""
+"""Define the interface for the two transports that send a policy from the trainer ranks to the engines."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class Transport(ABC):
     """Sends policy versions from the trainer ranks to the engines.
 
     `prepare`, `connect` and `send` are collective over all trainer ranks; `receive` runs on rank 0, for each engine.
-    Each version has one `prepare`. Each attempt has one `connect`, then `send` on every rank while the engines
+    A version needs one `prepare`. Each attempt needs a `connect`, then `send` on every rank while the engines
     `receive`.
     """
 
-    nbytes = 0  # bytes of one version, once prepared
+    nbytes = 0  # bytes per version, once prepared
     changed_share: float | None = None  # share of changed elements, if a delta is sent
 
     def __init__(self, config: Config, actor: Actor, ranks: Ranks):
         engine = config.engine
         self._config, self._actor, self._ranks = config, actor, ranks
-        self._dtype = DTYPES[engine.dtype].torch  # every transport exports weights in this dtype and quantisation
+        self._dtype = DTYPES[engine.dtype].torch  # every transport exports weights in this dtype and quantization
         self._quantization: Quantization | None = None if engine.quantization == "none" else engine.quantization
-        self.sent: dict[str, int] = {}  # fingerprint of the weights that this rank sent, once sent
+        self.sent: dict[str, int] = {}  # fingerprint of this rank's weights, once sent
 
     @abstractmethod
     def prepare(self, version: int) -> None:
@@ -49,17 +49,17 @@ class Transport(ABC):
 
     @abstractmethod
     async def receive(self, engine: Engine, version: int) -> float:
-        """Make one engine receive and load the policy; return the seconds in which it did not sample.
+        """Make an engine receive and load the policy; return how many seconds the engine did not sample.
 
-        Raises the errors of the engine's client.
+        Raises the engine client's errors.
         """
 
     def send(self) -> str | None:
-        """Send this rank's weights. Return the reason of a failure, or None. A failed engine raises no error here."""
+        """Send this rank's weights. Return why this failed, or None. A failed engine raises no error here."""
         return None
 
     def abort(self, reason: str) -> None:  # noqa: B027
-        """End the transfer for all sides. Called on rank 0, in the engines' thread, when an engine failed."""
+        """End the transfer for all sides. Called on rank 0, in the engine thread, when an engine failed."""
 
     def directory(self, version: int) -> Path | None:
         """Return the directory that a starting engine loads, or None if the policy must be sent again."""
@@ -69,4 +69,4 @@ class Transport(ABC):
         """Release old versions on rank 0, after the engines confirmed the policy."""
 
     def close(self) -> None:  # noqa: B027
-        """Stop this rank's part of the transfer."""
+        """Stop this rank's part in the transfer."""

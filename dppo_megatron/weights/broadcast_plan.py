@@ -7,8 +7,8 @@ A sender is a trainer rank that sends weights. Example: 2 senders, 2 engines of 
     order      (0, 0) (1, 0) | (0, 1) (1, 1) | (0, 2) (1, 2)      of (sender, bucket): dense, then expert layer by layer
     groups     "weights-1f-0": sender 0 as rank 0, then workers 1 to 4;  "weights-1f-1": sender 1, the same workers
 
-Every worker receives every bucket whole and keeps its shard of each tensor. Both sides use this module; it depends only
-on torch and pydantic.
+Every worker receives every bucket whole and keeps a shard of each tensor. Both sides use this module, which depends
+only on torch and pydantic.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from torch import Tensor
 from dppo_megatron.common.dtypes import DTYPES
 
 Backend = Literal["gloo", "nccl"]
-# Small buckets stay in memory that the allocator already has; on a GPU, large ones saturate the network.
+# Small buckets stay in memory that the allocator already has; on a GPU, large buckets saturate the network.
 BUCKET_BYTES: dict[Backend, int] = {"gloo": 16 << 20, "nccl": 256 << 20}
 
-TEXT = 4096  # limit of characters of a name or a path
+TEXT = 4096  # most characters in a name or a path
 # Values in a request to an engine.
 Int32 = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(min_length=1, max_length=TEXT)]
@@ -76,8 +76,8 @@ class WeightGroupPlan:
     workers: Annotated[int, Field(ge=1, lt=2**20)]  # number in all engines
     streams: tuple[tuple[Bucket, ...], ...]
     first_worker: Int32 = 0  # index of the engine's first worker among all workers
-    nccl: Annotated[str, Field(max_length=TEXT)] = ""  # the trainer's version of NCCL; "" with gloo
-    nccl_cumem: Annotated[str, Field(max_length=TEXT)] = ""  # its NCCL_CUMEM_ENABLE; "" if it is not set
+    nccl: Annotated[str, Field(max_length=TEXT)] = ""  # the trainer's NCCL version; "" with gloo
+    nccl_cumem: Annotated[str, Field(max_length=TEXT)] = ""  # the trainer's NCCL_CUMEM_ENABLE; "" if not set
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -87,14 +87,14 @@ class WeightGroupPlan:
         return TypeAdapter(cls).validate_python(value)
 
     def group(self, sender: int) -> str:
-        """Return the name of the group of `sender`."""
+        """Return the group name of `sender`."""
         return f"{self.name}-{sender}"
 
     def order(self) -> Iterator[tuple[int, int, Bucket]]:
-        """Yield (sender, index in its stream, bucket) in the order in which all workers take them.
+        """Yield (sender, index in the sender's stream, bucket) in the order that all workers follow.
 
-        Dense weights come sender by sender, then experts layer by layer across senders. A worker may buffer the experts
-        of a layer until the layer is complete, and one sender has a few experts of every layer.
+        Dense weights come sender by sender, then experts layer by layer across senders. A worker may buffer a layer's
+        experts until the layer is complete, and each sender has a few experts from every layer.
         """
 
         def with_keys(sender: int, stream: tuple[Bucket, ...]) -> Iterator[tuple[tuple[int, int, int], int, Bucket]]:
@@ -110,15 +110,15 @@ class WeightGroupPlan:
 
 
 def expert_layer(name: str) -> int:
-    """Return the layer of an expert's tensor; -1 for all other tensors."""
+    """Return the layer number of an expert tensor; -1 for all other tensors."""
     match = _EXPERT.search(name)
     return int(match[1]) if match else -1
 
 
 def make_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Fill buckets in the order of `specs`; a tensor larger than `bucket_bytes` has its own bucket.
+    """Fill buckets in the order of `specs`; a tensor larger than `bucket_bytes` gets a separate bucket.
 
-    Experts of another layer begin a new bucket. So does a tensor that would not be aligned, because there is no
+    Experts in another layer begin a new bucket. So does a tensor that would not be aligned, because there is no
     padding.
     """
     buckets: list[list[TensorSpec]] = []
@@ -139,7 +139,7 @@ def bucket_bytes(bucket: Bucket) -> int:
 
 
 def views(flat: Tensor, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) for every tensor of `bucket`, as views of its bytes, `flat` [bucket_bytes] uint8."""
+    """Yield (name, tensor) for every tensor in `bucket`, as views of the bucket's bytes `flat` [bucket_bytes] uint8."""
     start = 0
     for spec in bucket:
         yield spec.name, flat[start : start + spec.nbytes].view(getattr(torch, spec.dtype)).view(spec.shape)

@@ -1,25 +1,25 @@
-"""Store a version of the weights as its changes since the version before, on storage of trainer and engines.
+"""Store a weights version as the changes since the previous version, on storage that trainer and engines share.
 
-The directory of such a version, a delta, has no model. `delta.json` names the base, a directory next to it with a model
-or another delta. The safetensors files have three entries for each tensor with a changed bit:
+Such a version is a delta, and the directory has no model. `delta.json` names the base, a directory next to the delta
+with a model or another delta. The safetensors files have three entries for each tensor with a changed bit:
 
-    NAME:gaps    int16 [N]  elements from one entry to the next; from element 0 to the first entry
-    NAME:values  [N]        the new values of these elements, in the tensor's dtype
-    NAME:checks  int64 [2]  checksums of the tensor before and after
+    NAME:gaps    int16 [N]  elements from the previous entry to this entry; from element 0 to the first entry
+    NAME:values  [N]        new values of these elements, in the tensor dtype
+    NAME:checks  int64 [2]  tensor checksums before and after
 
-Example, a flat bf16 tensor of 40,003 elements:
+Example: a flat bf16 tensor with 40,003 elements:
 
     before   element 2 = 0.5    element 40,002 = 1.0
     after    element 2 = 0.75   element 40,002 = 2.0
     entries  positions [2, 32769, 40002], gaps [2, 32767, 7233], values [0.75, unchanged, 2.0]
 
 A gap is at most `FAR` = 32,767, so a longer gap needs filler entries, which repeat the old value. The second entry is a
-filler. If a whole tensor takes no more space than gaps and values, it is stored instead, as NAME.
+filler. If a whole tensor takes no more space than gaps and values, the whole tensor is stored instead, as NAME.
 
 Base and deltas therefore define the weights, regardless of the weights in the engine that reads them. `Version` reads
 the model and applies the deltas in order, v0 (model) <- v1 <- v2. `PrefetchedVersion` does so before the engine pauses.
 
-Depends only on torch and safetensors and on no other module, because an SGLang server loads this file by its path.
+Depends only on torch and safetensors and on no other module, because an SGLang server loads this file by path.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 FILE = "delta.json"
-_SPAN = 1 << 15  # words of a checksum that are weighted at a time: they fit in a CPU's cache
+_SPAN = 1 << 15  # words that a checksum weights at a time: they fit in a CPU's cache
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as a signed number; from splitmix64
 FAR = 2**15 - 1
 SHOWN = 5  # names in an error
@@ -47,7 +47,7 @@ class DamagedDelta(RuntimeError):
 
 
 class Change(NamedTuple):
-    """Describes a change of one tensor: elements `positions` [N] int64 (ascending) of the flat tensor become `new` [N].
+    """Describes how a flat tensor changes: elements `positions` [N] int64 (ascending) become `new` [N].
 
     If the whole tensor is sent, `positions` is None and `new` is the whole tensor.
     """
@@ -58,7 +58,7 @@ class Change(NamedTuple):
     sums: tuple[int, int]
 
     def stored(self, name: str) -> dict[str, torch.Tensor]:
-        """Return the tensors that the files contain for tensor `name`, by their names in the files."""
+        """Return the tensors that the files contain for tensor `name`, by name in the files."""
         sums = {f"{name}:checks": torch.tensor(self.sums)}
         if self.positions is None:
             return {name: self.new} | sums
@@ -107,7 +107,7 @@ def _reachable(positions: torch.Tensor) -> torch.Tensor:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Return the sum of a mix of each 64-bit word and its position, modulo 2**64, as a signed number."""
+    """Return the sum of mix(word, position) over all 64-bit words, modulo 2**64, as a signed number."""
     words, total = _words(tensor), 0
     factor = torch.arange(1, 1 + min(len(words), _SPAN)) * _MIX | 1
     for span, part in enumerate(words.split(_SPAN), 1):
@@ -117,7 +117,7 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 def chain(directory: Path) -> tuple[Path, list[Path]]:
-    """Return the model that the version in `directory` is based on, and the deltas that change it, in order.
+    """Return the base model for the version in `directory`, and the deltas that change the model, in order.
 
     Example: for v2 return (v0, [v1, v2]). Raises `DamagedDelta`. Does not check that the model exists and is complete.
     """
@@ -144,9 +144,9 @@ def write_base(directory: Path, base: str) -> None:
 
 
 class Version:
-    """Provides the tensors of a version, from a directory with a model or a delta.
+    """Provides a version's tensors, from a directory with a model or a delta.
 
-    The constructor reads only headers. It and the methods raise `DamagedDelta` for files that cannot be read and for
+    The constructor reads only headers. Constructor and methods raise `DamagedDelta` for unreadable files and for
     checksums that differ from the delta's.
     """
 
@@ -166,7 +166,7 @@ class Version:
 
     @property
     def changed(self) -> set[str]:
-        """Return the names of the tensors that differ from the model's."""
+        """Return the names of tensors that differ from the model."""
         return {name.partition(":")[0] for delta in self._deltas for name in delta.names}
 
     def is_in(self, directory: Path) -> bool:
@@ -223,8 +223,8 @@ class PrefetchedVersion:
     """Reads a `Version` in a thread while the engine samples, so that the engine pauses only to load it.
 
     A server's workers start to read and continue their work. The server polls them until all have read, then pauses
-    them to load. Damage is therefore found before sampling stops. Tensors that deltas change are kept in the host's
-    memory, at most `most_bytes` plus one tensor; the others are read when they are loaded.
+    them to load. Damage is therefore found before sampling stops. Tensors that deltas change are kept in host memory,
+    at most `most_bytes` plus one tensor; the others are read when they are loaded.
     """
 
     def __init__(self, version: Version, most_bytes: int):
@@ -251,7 +251,7 @@ class PrefetchedVersion:
         return True
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield all tensors. Each is freed when it is taken; a second call reads it again."""
+        """Yield all tensors. A prefetched tensor is released when it is yielded; a second call reads it again."""
         began = time.perf_counter()
         self._thread.join()
         self.finished()
@@ -277,7 +277,7 @@ class PrefetchedVersion:
 
 
 class _Files:
-    """Opens the safetensors files of one directory."""
+    """Opens the safetensors files in a directory."""
 
     def __init__(self, directory: Path):
         self.directory = directory

@@ -1,12 +1,14 @@
-"""Compute fingerprints of weights, one number for each layer, expert and tensor outside the layers, in HF's names.
+"""Compute weight fingerprints: a number for each layer, each expert and each module outside the layers, by HF name.
 
-A fingerprint is a sum over all elements, modulo 2**64. Each element adds a mix of its bits and its column, times a
-factor of its row and a factor of its projection (q_proj, gate_proj ...). Rows and columns are those of the whole tensor
-in Hugging Face's layout, and zeros add 0. So fused, sharded and padded weights have the sum of the whole tensor. A
-single changed bit changes the sum, and so do exchanged rows, columns, shards or projections. Floats of 16 and 8 bits
-count as the fp32 of the same value.
+A fingerprint is a sum over all elements, modulo 2**64. An element adds
 
-Depends only on torch and on no other module, because an SGLang server loads this file by its path.
+    mix(bits, column) * factor(row) * factor(projection)        projection: q_proj, gate_proj ...
+
+Rows and columns count in the whole tensor in Hugging Face's layout, and zeros add 0. Fused, sharded and padded weights
+therefore have the whole tensor's sum. A single changed bit changes the sum, and so do exchanged rows, columns, shards
+or projections. Floats of 16 and 8 bits count as fp32 with an equal value.
+
+Depends only on torch and on no other module, because an SGLang server loads this file by path.
 """
 
 from __future__ import annotations
@@ -23,16 +25,16 @@ CHUNK = {"cpu": 1 << 17, "cuda": 1 << 24}  # elements mixed at a time: they fit 
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 _EXPERT = re.compile(r"\bexperts\.(\d+)\.")
-_STACKED = re.compile(r"\bexperts\.(\w+_proj)(_bias)?$")  # gpt-oss: all experts of a layer in one tensor
+_STACKED = re.compile(r"\bexperts\.(\w+_proj)(_bias)?$")  # gpt-oss: all experts in a layer in a single tensor
 _PARAMETER = re.compile(r"(\.base_layer)?(\.lora_[AB])?\.(weight|bias)\w*$")
 _MIX = (0x9E3779B97F4A7C15 - MODULUS, 0xBF58476D1CE4E5B9 - MODULUS)  # odd, as signed numbers; from splitmix64
 
-_FUSED = {  # projections that an engine stacks into one weight
+_FUSED = {  # projections that an engine stacks into a single weight
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
     "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
-    # Three parts of the first weight, which engines shard separately.
+    # The first weight has three parts that engines shard separately.
     "in_proj_qkvz": ("in_proj_qkv", "in_proj_qkv", "in_proj_qkv", "in_proj_z"),
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }
@@ -42,21 +44,21 @@ _SHARDED = {
     "RowParallelLinear",
     "VocabParallelEmbedding",
     "GatedDeltaNetAttention",
-    "OAIAttention",  # vLLM: the sinks of gpt-oss, one for each head
+    "OAIAttention",  # vLLM: the gpt-oss sinks, one for each head
 }
-_DERIVED = {"MLAAttention"}  # vLLM: all its parameters, W_UV and W_UK_T, are computed from kv_b_proj
+_DERIVED = {"MLAAttention"}  # vLLM: all parameters, W_UV and W_UK_T, are computed from kv_b_proj
 _DERIVED_NAMES = {"w_kc", "w_vc"}  # SGLang: also from kv_b_proj; parameters where a CPU with AMX packs them
 
 # Fingerprints by group: {"layer 3": 0x5f...}. None = the engine cannot compute the fingerprint, because it changed the
 # loaded weights.
 Fingerprint = dict[str, int | None]
-# One worker's sums by group: (sum of its shards, sum of tensors that every worker has whole). None as above. Example:
-# two workers with {"layer 0": (5, 7)} and {"layer 0": (6, 7)} give {"layer 0": 5 + 6 + 7}.
+# A worker's sums by group: (sum of the worker's shards, sum of tensors that every worker has whole). None as above.
+# Example: two workers with {"layer 0": (5, 7)} and {"layer 0": (6, 7)} give {"layer 0": 5 + 6 + 7}.
 WorkerSums = dict[str, tuple[int, int] | None]
 
 
 def group_of(name: str) -> str:
-    """Return the group of a tensor: "layer 3", "layer 3 expert 5", or the name of a module outside the layers."""
+    """Return a tensor's group: "layer 3", "layer 3 expert 5", or the module name outside the layers."""
     layer, expert = _LAYER.search(name), _EXPERT.search(name)
     if layer is None:
         return name.rpartition(".")[0].rpartition(".")[2]
@@ -64,24 +66,25 @@ def group_of(name: str) -> str:
 
 
 def part_of(name: str) -> str:
-    """Return a tensor's name in its layer: "q_proj" for "model.layers.3.self_attn.q_proj.weight", "A_log" for
-    "model.layers.3.linear_attn.A_log"; "" outside the layers.
+    """Return a tensor's name within the layer; "" outside the layers.
+
+    Example: "q_proj" for "model.layers.3.self_attn.q_proj.weight", "A_log" for "model.layers.3.linear_attn.A_log".
     """
     return _PARAMETER.sub("", name).rpartition(".")[2] if _LAYER.search(name) else ""
 
 
 def bit_sum(tensor: torch.Tensor) -> int:
-    """Return the sum of the elements' bits in any order, modulo 2**64. Checkpoints of adapters store it."""
+    """Return the sum over all elements' bits in any order, modulo 2**64. Adapter checkpoints store this sum."""
     return int(_row_sums(tensor, None).sum()) * _MIX[1] % MODULUS if tensor.numel() else 0
 
 
 def sum_of(name: str, tensor: torch.Tensor) -> int:
-    """Return the sum that a tensor adds to its group, modulo 2**64, with Hugging Face's name, rows and columns."""
+    """Return how much a tensor with Hugging Face's name, rows and columns adds to the group sum, modulo 2**64."""
     return _placed(part_of(name), _row_sums(tensor))[0] if tensor.numel() else 0
 
 
 def add(fingerprint: dict[str, int], name: str, tensor: torch.Tensor) -> None:
-    """Add a tensor to `fingerprint` under its name in Hugging Face."""
+    """Add a tensor to `fingerprint`. `name` is the Hugging Face name."""
     for part_name, part in expert_parts(name, tensor):
         group = group_of(part_name)
         rows = part.mT if part_name != name and part.ndim > 1 else part
@@ -89,10 +92,10 @@ def add(fingerprint: dict[str, int], name: str, tensor: torch.Tensor) -> None:
 
 
 def expert_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the part of each expert if `tensor` stacks the experts of a layer, as in gpt-oss, or else the tensor.
+    """Yield each expert's part if `tensor` stacks all experts in a layer, as in gpt-oss, or else the tensor.
 
-    Example: "layers.0.mlp.experts.down_proj_bias" [2, 5] gives "layers.0.mlp.experts.0.down_proj.bias" [5] and the same
-    of expert 1. A weight remains [inputs, outputs].
+    Example: "layers.0.mlp.experts.down_proj_bias" [2, 5] gives "layers.0.mlp.experts.0.down_proj.bias" [5] and likewise
+    for expert 1. A weight remains [inputs, outputs].
     """
     stacked = _STACKED.search(name)
     if stacked is None:
@@ -104,7 +107,10 @@ def expert_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.T
 
 @torch.no_grad()
 def _row_sums(tensor: torch.Tensor, left: int | None = 0) -> torch.Tensor:
-    """Return row sums [n] int64 of [n, ...]. `left` is the first column in the whole tensor, or None for any order."""
+    """Return the row sums [n] int64 of `tensor` [n, ...].
+
+    left: number of the first column in the whole tensor. None: the sums do not depend on the column order.
+    """
     rows = tensor.detach().reshape(len(tensor) if tensor.ndim else 1, -1)
     columns = torch.arange(rows.shape[1], device=rows.device)
     factor = torch.full_like(columns, _MIX[0]) if left is None else _odd(columns + left)
@@ -121,7 +127,7 @@ def _row_sums(tensor: torch.Tensor, left: int | None = 0) -> torch.Tensor:
 def _mix(part: torch.Tensor, factor: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
     """Mix the bits of each element, read as fp32, into int64 in the buffer `room` [2, >= elements]. Zeros give 0."""
     mixed, upper = (buffer[: part.numel()].view(part.shape) for buffer in room)
-    if part.dtype == torch.bfloat16:  # bf16 is the upper half of fp32, so its own bits suffice
+    if part.dtype == torch.bfloat16:  # bf16 is the upper half of fp32, so these 16 bits suffice
         mixed.copy_(part.view(torch.int16)).mul_(factor << 16)
     else:
         mixed.copy_(part.float().view(torch.int32) if part.is_floating_point() else part).mul_(factor)
@@ -136,7 +142,7 @@ def _odd(places: torch.Tensor) -> torch.Tensor:
 
 
 def _salt(part: str) -> int:
-    """Return an odd factor of the name. It is 1 outside the layers, so a tied head has the embedding's sum."""
+    """Return an odd factor for a name. It is 1 outside the layers, so a tied head has the embedding's sum."""
     salt = 0
     for start in range(0, len(part), 8):
         salt = (salt + int.from_bytes(part[start : start + 8].encode(), "little")) * _MIX[0] % MODULUS
@@ -144,7 +150,7 @@ def _salt(part: str) -> int:
 
 
 def _placed(part: str, sums: torch.Tensor, row: int = 0) -> list[int]:
-    """Return the sums of tensors with row sums `sums` [..., n]. Their first row is row `row` of the whole tensor."""
+    """Return the sums of tensors with row sums `sums` [..., n], which begin at row `row` in the whole tensor."""
     total = (sums * _odd(torch.arange(row, row + sums.shape[-1], device=sums.device))).sum(-1)
     return [value * _salt(part) % MODULUS for value in total.reshape(-1).tolist()]
 
@@ -159,7 +165,7 @@ def merged(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def join_workers(workers: Iterable[WorkerSums]) -> tuple[Fingerprint, list[str]]:
-    """Return the engine's fingerprint, and the groups with different copies on its workers."""
+    """Return the engine's fingerprint, and the groups that have different copies on the engine's workers."""
     group_shares: dict[str, list[tuple[int, int] | None]] = {}
     for worker in workers:
         for group, share in worker.items():
@@ -187,7 +193,7 @@ def differing(expected: Mapping[str, int], actual: Mapping[str, int | None]) -> 
 
 
 def untold(actual: Mapping[str, int | None]) -> list[str]:
-    """Return the groups that the engine reports no fingerprint for, in order."""
+    """Return the groups without a fingerprint from the engine, in order."""
     return in_order(group for group, value in actual.items() if value is None)
 
 
@@ -196,13 +202,13 @@ def in_order(groups: Iterable[str]) -> list[str]:
 
 
 def module_shares(name: str, module: Any, counted_ids: set[int]) -> WorkerSums:
-    """Return a worker's sums of the parameters of one vLLM or SGLang module, without its submodules.
+    """Return a worker's sums for the parameters in a vLLM or SGLang module, without submodules.
 
-    `counted_ids` has the ids of parameters that are already counted, such as those of a tied head. It is updated here.
+    counted_ids: ids of already counted parameters, such as a tied head. This function adds the ids that it counts.
     """
     shares: WorkerSums = {}
     classes = {cls.__name__ for cls in type(module).__mro__}
-    # A convolution of gated delta net has three parts that engines shard separately, of sizes that it does not know.
+    # A convolution in gated delta net has three parts that engines shard separately. The module lacks their sizes.
     changed = _changed_in_place(module) or (part_of(f"{name}.weight") == "conv1d" and place(module)[1] > 1)
     for parameter_name, parameter in module.named_parameters(recurse=False):
         if id(parameter) in counted_ids or not parameter.numel() or not _is_sent(classes, parameter_name, parameter):
@@ -215,10 +221,10 @@ def module_shares(name: str, module: Any, counted_ids: set[int]) -> WorkerSums:
 
 
 def adapter_shares(name: str, layer: Any, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> WorkerSums:
-    """Return a worker's sums of the adapter of `layer`, one vLLM or SGLang module.
+    """Return a worker's sums for the adapter on `layer`, a vLLM or SGLang module.
 
-    `a` has A [..., r, in] and `b` has B [..., out, r] of each projection that the module fuses, in order and without
-    padding.
+    a: A [..., r, in] for each projection that the module fuses, in order and without padding.
+    b: B [..., out, r] likewise.
     """
     shares: WorkerSums = {}
     classes = {cls.__name__ for cls in type(layer).__mro__}
@@ -259,10 +265,10 @@ def _changed_in_place(module: Any) -> bool:
 
 
 def _is_sent(classes: set[str], name: str, parameter: torch.Tensor) -> bool:
-    """Return whether the parameter is one of the trainer's weights, and not a reference to another module's.
+    """Return whether the trainer sends the parameter and it is not a reference to another module's parameter.
 
-    SGLang marks the scales of its cache, which it sets itself. Vectors of experts are the router's
-    `e_score_correction_bias`, which the router counts.
+    SGLang sets and marks the cache scales itself. Expert vectors are the router's `e_score_correction_bias`, counted
+    with the router.
     """
     if classes & _DERIVED or name in _DERIVED_NAMES or getattr(parameter, "_skip_weight_check", False):
         return False
@@ -272,24 +278,25 @@ def _is_sent(classes: set[str], name: str, parameter: torch.Tensor) -> bool:
 def _parameter_sums(
     name: str, module: Any, classes: set[str], parameter: torch.Tensor
 ) -> Iterator[tuple[str, int, bool]]:
-    """Yield (group, sum, whether every worker has it whole) for each projection in one parameter.
+    """Yield (group, sum, whether every worker has the whole projection) for each projection in a parameter.
 
-    Example: 4 query heads and 2 KV heads of 8 rows, 2 workers. Worker 1 of `layers.3...qkv_proj` has 32 rows:
+    Example: 4 query heads and 2 KV heads with 8 rows each, 2 workers. Worker 1 has 32 rows of `layers.3...qkv_proj`:
 
-        its rows    projection   rows of the whole tensor     yields
+        local rows  projection   rows in the whole tensor     yields
         0 to 15     q_proj       16 to 31  (shard 1 x 16)     ("layer 3", sum, False)
         16 to 23    k_proj       8 to 15   (shard 1 x 8)      ("layer 3", sum, False)
         24 to 31    v_proj       8 to 15   (shard 1 x 8)      ("layer 3", sum, False)
 
-    With 1 KV head both workers have its rows. Only worker 0 counts them; worker 1 yields only q_proj. A row-parallel
-    `o_proj` of 32 columns is split by columns: worker 1 starts at column 16. Every worker has the whole norm: True.
+    With 1 KV head, both workers have the KV rows. Only worker 0 counts them; worker 1 yields only q_proj. A
+    row-parallel `o_proj` with 32 columns is split by columns: worker 1 starts at column 16. Every worker has the whole
+    norm: True.
     """
     if classes & _EXPERTS:
         layer, first = group_of(name), getattr(module, "moe_ep_rank", 0) == 0
         for expert, value in zip(_experts(module, len(parameter)), _expert_sums(name, module, parameter), strict=True):
             if expert is not None:
                 yield f"{layer} expert {expert}", value, False
-            elif first:  # all workers with other experts also have the shared ones; one worker counts them
+            elif first:  # workers with other experts also have the shared experts; only this worker counts them
                 yield layer, value, False
         return
     rank, size = place(module)
@@ -298,7 +305,7 @@ def _parameter_sums(
     sums = _row_sums(parameter, rank * parameter.shape[-1] if by_row and not whole else 0)
     sizes = module.output_partition_sizes if part_of(name) in _FUSED else [1]
     bounds = [len(sums) * end // sum(sizes) for end in accumulate(sizes, initial=0)]  # FP8 scales have fewer rows
-    preceding_rows: dict[str, int] = {}  # rows of a whole tensor in parts that precede this one
+    preceding_rows: dict[str, int] = {}  # rows in the whole tensor that precede this part
     for index, part, shard in _fused(name, module, whole or by_row):
         rows = bounds[index + 1] - bounds[index]
         row = preceding_rows.get(part, 0) + shard * rows
@@ -309,16 +316,16 @@ def _parameter_sums(
 
 
 def _fused(name: str, module: Any, whole: bool) -> Iterator[tuple[int, str, int]]:
-    """Yield (index, name, number of this worker's shard) for each projection that a module fuses."""
+    """Yield (index, name, this worker's shard number) for each projection that a module fuses."""
     rank, leaf = place(module)[0], part_of(name)
     for index, part in enumerate(_FUSED.get(leaf, (leaf,))):
         copies = getattr(module, "num_kv_head_replicas", 1) if index > 0 else 1
-        if whole or rank % copies == 0:  # several workers have the keys and values of one head; one worker counts them
+        if whole or rank % copies == 0:  # several workers have a head's keys and values; only the first counts them
             yield index, part, 0 if whole else rank // copies
 
 
 def _expert_sums(name: str, module: Any, parameter: torch.Tensor) -> list[int]:
-    """Return the sum of each expert, without vLLM's padding for a kernel, which a load does not write."""
+    """Return each expert's sum, without vLLM's kernel padding, because a load does not write it."""
     config = getattr(module, "moe_config", None)
     rank = getattr(config, "tp_rank", getattr(module, "moe_tp_rank", 0))
     interleaved = type(module).__name__ == "GptOssRoutedExperts"  # vLLM: gate 0, up 0, gate 1, up 1; never padded
@@ -336,11 +343,11 @@ def _expert_sums(name: str, module: Any, parameter: torch.Tensor) -> list[int]:
 
 
 def place(module: Any) -> tuple[int, int]:
-    """Return this worker's rank among the workers that shard the module, and their number.
+    """Return this worker's rank among the workers that shard the module, and how many they are.
 
     SGLang's linear layers name a group, or None if every worker has all weights.
     """
-    module = getattr(module, "qkv_proj", module)  # attention with sinks, which are sharded as its heads
+    module = getattr(module, "qkv_proj", module)  # attention with sinks, which are sharded like the heads
     if hasattr(module, "tp_group"):
         group = module.tp_group
         return (0, 1) if group is None else (group.rank_in_group, group.world_size)
@@ -355,7 +362,7 @@ def _experts(module: Any, count: int) -> list[int | None]:
         for number, place in enumerate(placed.tolist()):
             if 0 <= place < count:
                 numbers[place] = number
-    elif hasattr(module, "moe_ep_rank"):  # SGLang: equal runs of experts, then shared ones
+    elif hasattr(module, "moe_ep_rank"):  # SGLang: equal runs of experts, then shared experts
         routed = count - getattr(module, "num_fused_shared_experts", 0)
         numbers = [module.moe_ep_rank * routed + place if place < routed else None for place in range(count)]
     return numbers

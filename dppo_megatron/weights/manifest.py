@@ -1,4 +1,4 @@
-"""Read names, shapes and FP8 tensors of a model from safetensors headers or a broadcast plan, without tensor data."""
+"""Read a model's tensor names, shapes and FP8 tensors from safetensors headers or a broadcast plan, without data."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .broadcast_plan import TensorSpec
 from .delta import DamagedDelta, Version, is_delta
 
 _FP8 = DTYPES["fp8"]
-_STORED = tuple(dtype.safetensors for dtype in DTYPES.values())  # an engine casts all but FP8 to its own dtype
+_STORED = tuple(dtype.safetensors for dtype in DTYPES.values())  # an engine casts all but FP8 to the served dtype
 SHOWN = 5  # names in an error
 
 
 class BadWeights(ValueError):
-    """These weights cannot replace the served ones. The served weights are unchanged."""
+    """These weights cannot replace the served weights, which are unchanged."""
 
 
 class UnreadableWeights(RuntimeError):
@@ -35,20 +35,20 @@ class Manifest:
 
     @classmethod
     def from_tensors(cls, source: str, tensors: Iterable[TensorSpec]) -> Manifest:
-        """Return the manifest of a broadcast, from its plan."""
+        """Return the manifest of a broadcast from the planned tensors."""
         specs = list(tensors)
         fp8 = frozenset(spec.name for spec in specs if spec.dtype == _FP8.long)
         return cls(source, {spec.name: spec.shape for spec in specs}, fp8)
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
-        """Read the manifest of a directory, without tensors that the model does not need.
+        """Read a directory's manifest, without tensors that the model does not need.
 
-        Unneeded tensors are, for example, those of a multi-token prediction layer. For a delta (`weights.delta`) this
-        is the manifest of its model; the delta's own headers are read too.
+        A multi-token prediction layer, for example, is not needed. For a delta (`weights.delta`), this is the manifest
+        of the model that the delta changes; the delta headers are read too.
 
         Raises UnreadableWeights when the directory is missing, empty, or damaged. Raises BadWeights for a tensor that
-        is in two files or has an unusable dtype. A safetensors header is checked against the file's size, so an
+        is in two files or has an unusable dtype. A safetensors header is checked against the file size, so an
         unfinished copy is found too.
         """
         source = str(directory)
@@ -85,7 +85,7 @@ class Manifest:
         return cls(source, shapes, frozenset(fp8))
 
     def check_replaces(self, served: Manifest) -> None:
-        """Raise BadWeights unless names and shapes are those of the served model, and the same tensors are FP8."""
+        """Raise BadWeights unless names, shapes and the choice of FP8 tensors equal the served model's."""
         common = self.shapes.keys() & served.shapes.keys()
         wrong = [name for name in common if self.shapes[name] != served.shapes[name]]
         differences: dict[str, Collection[str]] = {

@@ -1,7 +1,7 @@
-"""Choose the directory of a run's versions: RUN/weights, or `weight_sync.directory`, to which RUN/weights then links.
+"""Choose the directory for weight versions: RUN/weights, or `weight_sync.directory`, to which RUN/weights then links.
 
 Readers therefore need only the run directory. The other directory may be on shared memory such as /dev/shm. It is made
-with mode 0700, never through a link of another user, and belongs to one run.
+with mode 0700, never through another user's link, and belongs to a single run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dppo_megatron.run_dir import RunDir
 from .published import PublishedPolicy
 
 SETTING = "weight_sync.directory"
-OWNER = "run"  # the file with the name of the run
+OWNER = "run"  # file with the run name
 _OURS = re.compile(r"v\d+|\.v\d+\..*|start|\.start\..*|published\.json|" + OWNER)
 
 
@@ -95,9 +95,9 @@ def lead(run: RunDir, directory: Path | None) -> None:
 
 
 def clear(run: RunDir) -> None:
-    """Remove the versions from the directory that `lead` linked to, at the end of the run or of an attempt.
+    """Remove the versions from the directory that `lead` linked to, when a run or an attempt ends.
 
-    The number of the last version stays in RUN/weights.
+    The last version number stays in RUN/weights.
     """
     if not run.weights.is_symlink():
         return

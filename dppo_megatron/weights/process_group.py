@@ -1,8 +1,8 @@
-"""Form the process groups that broadcast weights from trainer ranks to engine workers, and synchronise both sides.
+"""Form the process groups that broadcast weights from trainer ranks to engine workers, and synchronize both sides.
 
-Both sides use this module; it depends only on torch. One group exists for each sender. Rank 0 is the sender; the
-workers of all engines follow, engine by engine. The weights go over gloo or NCCL, all other messages over one TCP store
-that the trainer hosts.
+Both sides use this module; it depends only on torch. Each sender has a group. Rank 0 is the sender; the workers of all
+engines follow, engine by engine. The weights go over gloo or NCCL, all other messages over a TCP store that the trainer
+hosts.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class WeightGroupError(RuntimeError):
 
 
 class WeightRendezvous:
-    """Connects to the store at which senders and workers agree on every step before they transfer weights.
+    """Connects to the store where senders and workers agree on every step before they transfer weights.
 
-    A step begins when all workers have reported that they are ready. One `abort` aborts it for all. Peers that still
-    wait for the step never start a collective, and peers within a collective abandon it.
+    A step begins when all workers have reported that they are ready. A single `abort` aborts the step for all peers.
+    Peers that still wait for the step never start a collective, and peers within a collective abandon it.
     """
 
     def __init__(self, store: dist.TCPStore, plan_name: str, workers: int, timeout_s: float):
@@ -108,12 +108,12 @@ class WeightRendezvous:
     def channel(
         self, name: str, rank: int, backend: Backend, address: str, device: torch.device | None = None
     ) -> SenderGroup:
-        """Join the group `name` of one sender as `rank`, and return it. Blocks until all members have joined.
+        """Join a sender's group `name` as `rank`, and return the group. Blocks until all members have joined.
 
-        `address` is this process's own. With a `device` the group's first byte is broadcast here, because NCCL connects
-        only at the first transfer. An SGLang server does not expect that byte. Raises `WeightGroupError`.
+        address: the address of this process. device: if given, the group's first byte is broadcast here, because NCCL
+        connects only at the first transfer. An SGLang server does not expect that byte. Raises `WeightGroupError`.
         """
-        # SGLang joins through torch.distributed, which gives the keys of a named group these prefixes.
+        # SGLang joins through torch.distributed, which adds these prefixes to the keys of a named group.
         store = dist.PrefixStore(name, self._server)
         store = dist.PrefixStore("cpu/" if backend == "gloo" else "cuda/", dist.PrefixStore(f"{name}/", store))
         try:
@@ -127,11 +127,11 @@ class WeightRendezvous:
 
 
 class SenderGroup:
-    """Transfers weights in the process group of one sender and all workers.
+    """Transfers weights in the process group with a sender and all workers.
 
-    Gloo's connections stay open as long as the group or one of its operations is referenced. Only this object has such
-    references, so `close` closes the connections and peers that wait for this process fail at once. A running broadcast
-    is an exception: gloo cannot end it before its timeout.
+    Gloo connections stay open as long as the group or an operation in the group is referenced. Only this object has
+    such references, so `close` closes the connections, and peers that wait for this process fail at once. A running
+    broadcast is an exception: gloo cannot end it before the timeout.
     """
 
     def __init__(self, group: Any, rendezvous: WeightRendezvous, timeout_s: float):
@@ -188,13 +188,13 @@ def _completed(works: Iterable[Any]) -> bool:
 
 
 def _outlive(_group: Any, works: list[Any]) -> None:
-    """Keep a group until its operations have ended, because its destructor would block the caller until then."""
+    """Keep a group until all operations have ended, because the destructor would block the caller until then."""
     while not _completed(works):
         time.sleep(ABORT_POLL_S)
 
 
 def nccl_version() -> str:
-    """Return the NCCL version of this process's torch; "" if it has none."""
+    """Return the NCCL version that torch uses in this process; "" without NCCL."""
     try:
         return ".".join(map(str, torch.cuda.nccl.version()))
     except (AttributeError, RuntimeError, ImportError):
@@ -210,7 +210,7 @@ def nccl_settings() -> tuple[str, str]:
 
 
 def nccl_problem(trainer: str, trainer_cumem: str, engine: str, engine_cumem: str) -> str | None:
-    """Return why trainer and engine cannot form a group with these `nccl_settings`. NCCL would hang or fail."""
+    """Return why NCCL would hang or fail in a group of trainer and engine with these `nccl_settings`, or None."""
     remedy = "or set weight_sync.transport to shared_storage"
     if trainer not in ("", engine):
         return (
@@ -227,12 +227,12 @@ def nccl_problem(trainer: str, trainer_cumem: str, engine: str, engine_cumem: st
 
 
 def local_address(peer: str, port: int = 9) -> str:
-    """Return this machine's address on the route to `peer`, at which the peer can reach it. Sends no packet."""
+    """Return this machine's address on the route to `peer`, where the peer can reach it. Sends no packet."""
     family, kind, _, _, target = socket.getaddrinfo(peer, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as sock:
         sock.connect(target)
         address = sock.getsockname()[0]
-        return "127.0.0.1" if address == "::1" else address  # one address for all that is on this machine
+        return "127.0.0.1" if address == "::1" else address  # a single address for everything on this machine
 
 
 def new_group(store: dist.Store, rank: int, size: int, backend: Backend, address: str, timeout_s: float) -> Any:
@@ -245,7 +245,7 @@ def new_group(store: dist.Store, rank: int, size: int, backend: Backend, address
         return dist.ProcessGroupGloo(store, rank, size, options)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    # The constructor reads it. Otherwise a watchdog would end this whole process when a peer is lost.
+    # The constructor reads this variable. Otherwise a watchdog would end this whole process when a peer is lost.
     with environment(TORCH_NCCL_BLOCKING_WAIT="1"):
         return dist.ProcessGroupNCCL(store, rank, size, options)
 

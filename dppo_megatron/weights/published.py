@@ -1,4 +1,7 @@
-"""Record the policy that the engines serve. The trainer writes it after they confirm it. The orchestrator reads it."""
+"""Record the policy that the engines serve.
+
+The trainer writes the record after engines confirm the policy. The orchestrator reads the record.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ class PublishedPolicy:
     version: int  # training steps behind these weights
     path: str | None  # Hugging Face directory; None if the weights were broadcast
     published_at: float  # unix seconds
-    confirmed: dict[str, str] = field(default_factory=dict)  # URL -> instance of each engine that was seen to serve it
+    confirmed: dict[str, str] = field(default_factory=dict)  # URL -> instance of each engine seen to serve this version
     probe_tokens: list[int] = field(default_factory=list)  # [P]; empty = not recorded
     probe_logprobs: list[float] = field(default_factory=list)  # [P - 1], computed by the trainer
     fingerprint: dict[str, int] | None = None  # `weights.fingerprint` of the sent weights; None = not recorded
@@ -39,9 +42,9 @@ class PolicyTimeout(ExpectedError, TimeoutError):
 
 
 class PublishedFollower:
-    """Follows the published-policy file, and reads it again only when its modification time changes.
+    """Follows the published-policy file, and reads it again only when modification time or inode change.
 
-    `progress` returns a value that changes while the trainer advances: a wait ends after `timeout_s` without a new
+    `progress` returns a value that changes while the trainer advances. A wait ends after `timeout_s` without a new
     version or progress.
     """
 
@@ -69,9 +72,9 @@ class PublishedFollower:
         return self._current
 
     async def wait_for(self, version: int) -> PublishedPolicy:
-        """Return the first policy of at least `version`.
+        """Wait for a policy of at least `version`, and return it.
 
-        Raises `PolicyTimeout` when no new version of any number and no progress appeared within the timeout.
+        Raises `PolicyTimeout` when neither a new version, with any number, nor progress appeared within the timeout.
         """
         last, began = (self.current, self._progress()), time.monotonic()
         since = next_check = began
