@@ -1,4 +1,4 @@
-"""Every process that a test starts finds this repository, `tests` included, before anything else."""
+"""Makes every process that a test starts find this repository, including `tests`, before anything else."""
 
 import asyncio
 import functools
@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the slow tests of other shards. Every kind of slow test needs a case that runs in each shard."""
+    """Deselect slow tests of other shards. Every kind of slow test needs a case that runs in each shard."""
     if (chosen := config.getoption("--shard")) == "all":
         return
     slow_marks = set(re.findall(r"not (\w+)", " ".join(config.getini("addopts"))))
@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    """Of two processes of pytest each takes a folder at a time, so that no server and no ranks are started twice."""
+    """Give each pytest process a folder at a time, so that no server and no ranks are started twice."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFolder(LoadScopeScheduling):
@@ -66,21 +66,21 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave thousands of collected tests and their modules out of later garbage collections."""
+    """Exclude thousands of collected tests and their modules from later garbage collections."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], Ranks]]:
-    """f(size) -> that many ranks with Megatron-core, shared by all tests."""
+    """Yield a function f(size) that returns `size` ranks with Megatron-core. All tests share the ranks."""
     with ExitStack() as started:
         yield functools.cache(lambda size: started.enter_context(Ranks(size)))
 
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
-    """f(name, body) -> a shell script of that name, found before all other programs."""
+    """Return a function f(name, body) that writes the shell script `name`, found before all other programs."""
     (directory := tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", str(directory), prepend=":")
 

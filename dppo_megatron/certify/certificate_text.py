@@ -18,7 +18,7 @@ def exceeds(certificate: Mapping[str, Any], within: float) -> bool:
 
 
 def sampled(certificate: Mapping[str, Any]) -> Mapping[str, float]:
-    """Return the table of the log-probs that training compares."""
+    """Return the table of log-probs that training compares."""
     return next(iter(certificate["logprobs"].values()))
 
 
@@ -63,7 +63,7 @@ def _lines(certificate: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _kinds(entries: list[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Yield the layer with the largest difference, for each kind of operator that differs."""
+    """Yield the layer with the largest difference for each operator that differs."""
     worst: dict[str, Mapping[str, Any]] = {}
     for entry in entries:
         if entry["differing"]:

@@ -38,12 +38,12 @@ def certify(
     urls: Sequence[str] = (),
     report: Callable[[str], None] = lambda line: None,
 ) -> tuple[Path, dict[str, Any]]:
-    """Compare `model.path` in one engine and in the trainer's layout; return the certificate's path and content.
+    """Compare `model.path` in an engine and in the trainer's layout; return (certificate path, content).
 
-    The engine is that of the config, started here, or the first of `urls`. With `run` both use the weights of that
-    run's newest checkpoint, otherwise those of `model.weights` if set. The trainer loads these weights and publishes
-    them to the engine. Raises `ConfigError`, `CertifyError` with the last lines of a rank that failed, and the errors
-    of `running_engines`.
+    The engine is the first of `urls`, by default of `engine.urls`; without URLs, it is started here. With `run`, both
+    sides use that run's newest checkpoint, otherwise `model.weights` if set. The trainer loads these weights and
+    publishes them to the engine. Raises `ConfigError`, `CertifyError` with the last log lines of a failed rank, and
+    errors from `running_engines`.
     """
     checkpoint = config.model.weights if run is None else checkpoint_at(RunDir(run).checkpoints)
     lora = config.model.lora
@@ -56,7 +56,7 @@ def certify(
     engine: dict[str, Any] = {"count": 1, "urls": tuple(urls or config.engine.urls)[:1], "placement": "disaggregated"}
     if engine["urls"]:
         engine["secret_file"] = config.engine.secret_file or RunDir(config.run.dir).secret
-    rollout = {"bank": None, "top_p": 1.0, "top_k": -1, "min_p": 0.0}  # log-probs of the whole distribution
+    rollout = {"bank": None, "top_p": 1.0, "top_k": -1, "min_p": 0.0}  # log-probs over the whole distribution
     config = with_settings(config, objective=ObjectiveConfig(), rollout=rollout, engine=engine)
     preflight(config, source)
     directory = numbered_directory(config.run.dir / "certify", config.model.start.absolute().name, resume=False)

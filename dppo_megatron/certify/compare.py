@@ -1,4 +1,4 @@
-"""Compares two traces of one sequence, operator by operator, and two sets of log-probs."""
+"""Compares two traces of a sequence, operator by operator, and two sets of log-probs."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ OF_A_LAYER = (
     "mlp_up", "mlp_activation", "mlp",
 )  # fmt: skip
 LAST = ("final_residual", "final_norm", "logits")
-"""Operators in the order of the computation."""
+"""Operators in computation order."""
 
 ROUNDINGS = {4: 32.0, 2: 1.0}
-"""By bytes of the dtype: the largest difference, in roundings, that another order of computation explains. Sums are in
-fp32, so the order changes them by many machine epsilons of fp32; in 16 bits it changes only the last rounding."""
+"""Dtype bytes -> largest difference, in roundings, that another computation order explains. Sums are in fp32, so the
+order changes fp32 values by many machine epsilons. In 16 bits, it changes only the last rounding."""
 SHARES = (1e-6, 1e-4, 1e-2)
 NOT_A_NUMBER = 1 << 31  # ULPs between a number and NaN
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Compares one operator of one layer, engine against trainer."""
+    """Compares an operator of a layer between engine and trainer."""
 
     layer: int  # OUTSIDE = before or after the layers
     operator: str
     elements: int
-    differing: int  # elements with different bits; a zero equals a zero of the other sign
-    max_ulp: int  # distance in the coarser of the two dtypes
+    differing: int  # elements with different bits; +0 equals -0
+    max_ulp: int  # distance in the coarser dtype of both sides
     largest: float  # absolute difference
-    roundings: float  # rms of the difference over rms of the values, in machine epsilons of the dtype
-    bytes: int  # size of an element in the coarser dtype
+    roundings: float  # rms difference / rms of the trainer's values, in machine epsilons of the coarser dtype
+    bytes: int  # element size in the coarser dtype
     problem: str = ""  # why it could not be compared
 
     @property
@@ -60,7 +60,7 @@ class Difference:
 
 
 def compare(engine: Trace, trainer: Trace) -> list[Difference]:
-    """Compare every value that both sides recorded, in the order of the computation.
+    """Compare every value that both sides recorded, in computation order.
 
     The list is empty if the trainer recorded no value. Raises `ExpectedError` if no compared value is inside a layer.
     """
@@ -83,7 +83,7 @@ def ulp_distance(a: Float[Tensor, ...], b: Float[Tensor, ...]) -> Int[Tensor, ..
 def logprob_table(engine: Float[np.ndarray, " n"], trainer: Float[np.ndarray, " n"]) -> dict[str, float]:
     """Compare the log-probs of n sampled tokens. `kl` is KL(engine, trainer) in nats, estimated by k3.
 
-    k3 (Schulman, Approximating KL divergence, 2020) is the mean of r - 1 - ln r over samples of the engine, with
+    k3 (Schulman, Approximating KL divergence, 2020) is the mean of r - 1 - ln r over engine samples, with
     r = p_trainer / p_engine.
     """
     log_ratio = trainer.astype(np.float64) - engine.astype(np.float64)
@@ -101,7 +101,7 @@ def logprob_table(engine: Float[np.ndarray, " n"], trainer: Float[np.ndarray, " 
 
 
 def _ordered(values: Tensor) -> Tensor:
-    """Map numbers to consecutive int64 in their order. Both zeros become 0."""
+    """Map floating-point numbers in rising order to consecutive int64. Both zeros become 0."""
     size = values.dtype.itemsize
     bits = values.contiguous().view(torch.int32 if size == 4 else torch.int16).long()
     return torch.where(bits < 0, -(bits & ((1 << (8 * size - 1)) - 1)), bits)
@@ -124,7 +124,7 @@ def _difference(key: tuple[int, str], engine: Tensor, trainer: Tensor) -> Differ
     a, b = engine.to(coarser), trainer.to(coarser)
     ulps = ulp_distance(a, b)
     off = (a.double() - b.double()).abs()
-    off = torch.where(ulps == 0, 0.0, off)  # infinities of one sign
+    off = torch.where(ulps == 0, 0.0, off)  # equal infinities have the difference NaN
     scale = float(b.double().square().mean().sqrt()) * torch.finfo(coarser).eps
     error = float(off.square().mean().sqrt())
     roundings = error / scale if scale else math.inf if error else 0.0

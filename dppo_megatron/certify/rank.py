@@ -1,4 +1,4 @@
-"""Measures `dppo-megatron certify` on one trainer rank; rank 0 also calls the engine and writes the certificate."""
+"""Measures on a trainer rank for `dppo-megatron certify`; rank 0 also calls the engine and writes the certificate."""
 
 from __future__ import annotations
 
@@ -36,34 +36,34 @@ from dppo_megatron.weight_sync.engine_thread import EngineThread
 from .compare import Difference, compare, logprob_table
 
 CERTIFICATE = "certificate.json"
-LIMIT_S = 3600.0  # time limit of the whole measurement
-SAMPLES = 4  # limit per prompt, because training computes a prompt once for all samples of its group
-TRACED = 512  # limit of tokens, because a trace has tens of hidden states for every token and layer
-PROGRESS = "progress.log"  # a line for each part of the work
+LIMIT_S = 3600.0  # for the whole measurement
+SAMPLES = 4  # limit per prompt, because training computes a prompt once for all samples of a group
+TRACED = 512  # token limit, because a trace has tens of hidden states for every token and layer
+PROGRESS = "progress.log"  # has a line for each part of the work
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredResponse:
-    """Contains one response, and its log-probs when the engine scores it instead of sampling it."""
+    """Contains a sampled response, and the log-probs that the engine gives when it scores the response."""
 
     prompt: Prompt  # P tokens
     rollout: Rollout
     alone: np.ndarray  # [P + R - 1] fp32 at temperature 1, scored in a separate pass
-    together: np.ndarray  # the same log-probs, scored together with all others
+    together: np.ndarray  # likewise, scored together with all other responses
 
 
 def run_rank(config: Config, url: str, prompts: int, checkpoint: Path | None = None) -> None:
-    """Measure and write `CERTIFICATE` to `run.dir`. The environment has the rank, as for a trainer.
+    """Measure and write `CERTIFICATE` to `run.dir`. Environment variables give the rank, as for a trainer.
 
-    With `checkpoint` the trainer loads its weights and publishes them to the engine by the transport of the config. It
-    also publishes the start model if a run would round its weights (`engine.quantization: fp8_block_emulated`).
+    With `checkpoint`, the trainer loads these weights and publishes them to the engine by the configured transport. The
+    start model is also published if a run would round weights (`engine.quantization: fp8_block_emulated`).
     """
     run = RunDir(config.run.dir)
     authenticate(read_secret(config))
     layout = init_layout(config)
-    ranks = Ranks(LIMIT_S)  # rank 0 limits its calls of the engine; the command ends all ranks if one fails
+    ranks = Ranks(LIMIT_S)  # rank 0 limits its engine calls; the command ends all ranks if any rank fails
     ranks.begin_attempt()
     setup_logging(f"rank-{layout.rank}", run.root)
     actor = Actor(config, layout)
@@ -83,7 +83,7 @@ def run_rank(config: Config, url: str, prompts: int, checkpoint: Path | None = N
 
 
 def _publish(config: Config, actor: Actor, rank: int) -> str:
-    """Publish the weights to the engine, as after an update; return the name of the transport."""
+    """Publish the weights to the engine, as after an update; return the transport name."""
     engines, tokens = None, None
     if rank == 0:
         engines = EngineThread(LiveEngines(config))
@@ -100,7 +100,7 @@ class _Measurement:
         self._config, self._actor, self._ranks, self._url = config, actor, ranks, url
 
     def certificate(self, prompts: int) -> dict[str, Any]:
-        """Measure; the result is the same on every rank, except the operators, which only rank 0 has."""
+        """Measure and return the certificate. Ranks have equal results, except for operators, which only rank 0 has."""
         self._say(f"sampling answers to {prompts} prompts")
         head, samples = self._on_engine(lambda engine: self._sample(engine, prompts), "the engine's samples")
         self._say(f"scoring {sum(len(s.rollout.token_ids) for s in samples)} tokens")
@@ -147,7 +147,12 @@ class _Measurement:
     def _logprobs(
         self, samples: Sequence[ScoredResponse]
     ) -> tuple[dict[str, Any], list[dict[str, Any]], tuple[ScoredResponse, int]]:
-        """Return the tables, every token's log-prob, and the token that differs most: its sample and position."""
+        """Compare log-probs of engine and trainer. Return:
+
+        - a table for each comparison, by name
+        - token ids and log-probs of each response
+        - the token that differs most, as (sample, position in the response)
+        """
         rollout = self._config.rollout
         build = partial(TokenSequence.from_rollout, advantage=1.0, loss_weight=1.0, temperature=rollout.temperature)
         at_run = [build(s.prompt, s.rollout, replay_routing=rollout.routing_replay) for s in samples]
@@ -191,7 +196,7 @@ class _Measurement:
         )
 
     def _operators(self, sample: ScoredResponse, place: int) -> dict[str, Any]:
-        """Compare the operators of the pass up to the token that differs most, of at most TRACED tokens."""
+        """Compare operators in a pass up to the token that differs most, over at most the first TRACED tokens."""
         prompt = sample.prompt.token_ids
         token_ids = np.concatenate([prompt, sample.rollout.token_ids[: place + 1]])[:TRACED]
         section = {"traced_tokens": len(token_ids)}
@@ -225,7 +230,7 @@ class _Measurement:
     def _packed(
         self, sequences: list[TokenSequence], samples: Sequence[ScoredResponse], share: bool
     ) -> list[np.ndarray]:
-        """Return log-probs [R] of each response, packed as in an update; `share` computes each prompt once."""
+        """Return each response's log-probs [R], packed as in an update. `share` computes each prompt once."""
         groups, lengths = ([s.prompt.position for s in samples], [len(s.prompt.token_ids) for s in samples])
         prefixes = Prefixes(np.array(groups), np.array(lengths)) if share else None
         (plan,) = plan_micro_batches(list(map(len, sequences)), 1, self._config.train.micro_batch_tokens, prefixes)
@@ -234,7 +239,7 @@ class _Measurement:
     def _score(
         self, sequences: list[TokenSequence], plan: Sequence[list[int]] = (), share: bool = False
     ) -> list[np.ndarray]:
-        """Return log-probs [R] by the micro-batches of a plan; without a plan each sequence has a separate pass."""
+        """Return each response's log-probs [R], computed in `plan`'s micro-batches, by default in separate passes."""
         plan = plan or [[index] for index in range(len(sequences))]
         batches = [pack([sequences[i] for i in indices], share_prefixes=share) for indices in plan]
         logprobs: dict[int, np.ndarray] = {}

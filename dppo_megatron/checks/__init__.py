@@ -1,8 +1,8 @@
-"""Checks the rules of a config. docs/adding.md lists the commands that check them.
+"""Checks a config against rules. docs/adding.md lists which commands check each rule.
 
 A rule file has one subject and a function `problems(config, ...)` that returns lines `setting = value: why; remedy`.
-All problems that can be found are reported together, before a process starts. A rule imports torch only when it needs
-it, because the node that drives a Slurm job may have no torch.
+All problems that can be found are reported together, before a process starts. A rule imports torch only when needed,
+because the node that drives a Slurm job may have no torch.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def preflight(config: Config, source: str, *, place: Place = "run") -> list[str]
     - "run": the whole run, so GPUs must suffice and ports be free
     - "node": one of several nodes
     - "elsewhere": no part; the run uses other GPUs
-    - "unstaged": no part, and absent files of model and data are only notes
+    - "unstaged": no part, and absent model and data files are only notes
 
     Starts no run. Returns notes for the user (sizes, the method, the data). Raises `ConfigError` with every violation.
     """
@@ -74,7 +74,7 @@ def preflight(config: Config, source: str, *, place: Place = "run") -> list[str]
         partial(engine.environment_problems, config, elsewhere=elsewhere),
         partial(engine.model_problems, config, hf),
         partial(distillation.model_problems, config),
-        partial(user_code.environment_problems, config, tools, notes),  # its tools are needed to render the prompts
+        partial(user_code.environment_problems, config, tools, notes),  # the tools are needed to render the prompts
         partial(data.problems, config, hf, notes, absent, tools),
         partial(user_code.reward_problems, config),
     ]

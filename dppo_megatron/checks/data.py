@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 def problems(
     config: Config, hf: HFModelConfig | None, notes: list[str], absent: list[str], tools: Sequence[dict[str, Any]] = ()
 ) -> list[str]:
-    """Read and tokenize every file. Add the number of prompts of each to `notes`, and missing files to `absent`.
+    """Read and tokenize every file. Add a description of each file to `notes`, and missing files to `absent`.
 
-    `tools` are the tools of the environment, which the chat template writes into every prompt.
+    `tools` are the environment's tools, which the chat template writes into every prompt.
     """
     from dppo_megatron.data.prompts import PromptFile, PromptFileError, answer_end
     from dppo_megatron.data.rows import column
@@ -38,13 +38,13 @@ def problems(
     try:
         tokenizer = load_tokenizer(config.model.path)
     except TokenizerError as error:
-        if hf is not None:  # otherwise the problem of the model is reported
+        if hf is not None:  # otherwise the model's problem is reported
             has_tokenizer = any((config.model.path / name).exists() for name in TOKENIZER_FILES)
             (out if has_tokenizer else absent).append(str(error))
     if hf is not None and tokenizer is not None and len(tokenizer) < 0.8 * hf.vocab_size:
         size = f"the tokenizer has {len(tokenizer)} tokens and the model {hf.vocab_size} rows"
         notes.append(f"warning: model.path = {config.model.path}: {size}; check that they belong together")
-    end = None  # of the answers that an objective learns
+    end = None  # end token of answers that an objective learns
     if tokenizer is not None and config.objective.supervised:
         try:
             end = answer_end(config, tokenizer)
@@ -93,7 +93,7 @@ def problems(
 
 
 def _bank_problems(bank: Path, model: Path, absent: list[str]) -> list[str]:
-    """Return why the stored groups cannot train the model, by the first one. Add a missing directory to `absent`."""
+    """Return why stored groups cannot train the model, judged by the first. Add a missing directory to `absent`."""
     from dppo_megatron.bank import BankError, BankReader
     from dppo_megatron.bank.files import HEAD_NAME
     from dppo_megatron.data.tokenizer_file import TokenizerFile
@@ -109,7 +109,7 @@ def _bank_problems(bank: Path, model: Path, absent: list[str]) -> list[str]:
             reader = BankReader(bank)
             for entry in reader.entries(0, min(1, reader.refresh())):
                 group = reader.read(entry, parts=("core",))
-                if mismatch := tokenizer.mismatch(group, truncated=True):  # perhaps, by the run that sampled it
+                if mismatch := tokenizer.mismatch(group, truncated=True):  # perhaps truncated by the run that sampled
                     end = "name the model whose tokenizer wrote the bank"
                     return [f"rollout.bank = {bank}: prompt {entry.position}: model.path's tokenizer {mismatch}; {end}"]
         except BankError as error:
@@ -120,7 +120,7 @@ def _bank_problems(bank: Path, model: Path, absent: list[str]) -> list[str]:
 def _long_rows(
     config: Config, hf: HFModelConfig, tokenizer: PreTrainedTokenizerBase, end: int | None, file: PromptFile
 ) -> Iterator[tuple[int, str]]:
-    """Yield (number, problem) of rows that the model cannot learn, or their teacher cannot read. end: of answers."""
+    """Yield (number, problem) of rows too long for the model or their teacher. end: token that ends answers."""
     from dppo_megatron.data.prompts import answer_ids
 
     if end is not None:
@@ -132,9 +132,10 @@ def _long_rows(
 
 
 def _answer_problems(config: Config, files: Sequence[tuple[PromptFile, RewardConfig]], notes: list[str]) -> list[str]:
-    """Return rows with an answer that no reward can read, and rewards that score no row.
+    """Return rows with answers that no reward can read, and rewards that cannot score any row.
 
-    Adds to `notes` rewards that raise for the first row. Skipped with an environment, which may compute rewards itself.
+    Adds to `notes` rewards that raise for the first row of a source. Skipped with an environment, which may compute
+    rewards itself.
     """
     from dppo_megatron.rewards import RewardError, RewardPool
     from dppo_megatron.rewards.outcome import UNFIT

@@ -1,6 +1,6 @@
-"""Checks devices and ports of this machine and of a cluster.
+"""Checks devices and ports on this machine, and devices in a cluster.
 
-Ranks take the first GPUs. Engines take the next GPUs or, if colocated, the GPUs of the ranks. Example: 2 ranks use GPUs
+Ranks take the first GPUs. Engines take the next GPUs or, if colocated, the ranks' GPUs. Example: 2 ranks use GPUs
 0-1, and 2 engines of 1 GPU use GPUs 2-3, or GPUs 0-1 if colocated.
 """
 
@@ -27,7 +27,7 @@ def visible_devices() -> list[str]:
 
 
 def require_gpu() -> None:
-    """Raise if torch was built for GPUs and sees none. This rank would train on the CPU among ranks on GPUs."""
+    """Raise ExpectedError if torch was built for GPUs but sees none: this rank would train on a CPU among GPU ranks."""
     import torch
 
     if torch.backends.cuda.is_built() and not torch.cuda.is_available():
@@ -39,14 +39,14 @@ def require_gpu() -> None:
 
 
 def engine_devices(config: Config, index: int, visible: list[str], *, trains: bool = True) -> list[str]:
-    """Return the GPUs of engine `index` on this machine, if any. `trains`: ranks use the first GPUs."""
+    """Return engine `index`'s GPUs on this machine, if any. `trains`: ranks use the first GPUs."""
     num_devices, shared = config.engine.devices, config.engine.placement == "colocated" or not trains
     first = (0 if shared else config.parallel.world_size) + index * num_devices
     return visible[first : first + num_devices]
 
 
 def problems(config: Config) -> list[str]:
-    """Return why ranks and the engines to start do not fit on this machine's GPUs, and ports that are taken."""
+    """Return why ranks and started engines do not fit on this machine's GPUs, and unusable hosts and ports."""
     from dppo_megatron.fleet.registry import port_in_use
 
     engine, started, agent = config.engine, config.started_engines, config.samples and config.environment.agent
@@ -149,7 +149,7 @@ def cluster_problems(config: Config, nodes: int, per_node: int) -> list[str]:
 
 
 def devices_needed(config: Config) -> int:
-    """Return the number of devices of ranks, started engines and teachers. Colocated engines use the ranks'."""
+    """Return how many devices ranks, started engines and teachers need. Colocated engines share the ranks' devices."""
     teachers = sum(config.distillation.teachers[name].tensor_parallel for name in config.started_teachers)
     if config.engine.placement == "colocated":
         return max(config.parallel.world_size, config.engine_devices) + teachers
@@ -157,9 +157,9 @@ def devices_needed(config: Config) -> int:
 
 
 def _slots(config: Config, nodes: int, per_node: int) -> int:
-    """Return the number of engines that the free devices can run.
+    """Return how many engines the free devices can run.
 
-    Ranks fill node after node. Colocated engines may use the ranks' devices. Engines of several nodes need whole nodes.
+    Ranks fill node after node. Colocated engines may use the ranks' devices. Engines on several nodes need whole nodes.
     Example: 12 ranks on 3 nodes of 8 devices leave 4 + 8 devices, enough for 3 engines of 4 devices or 1 engine of 8.
     """
     full, remainder = divmod(config.parallel.world_size, per_node)

@@ -1,4 +1,4 @@
-"""Checks `distillation`: every row has one teacher, which reads the same tokens as the policy."""
+"""Checks `distillation`: every row needs one teacher, with the policy's tokenizer."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def problems(config: Config) -> Iterator[str]:
 def long_prompts(
     config: Config, rows: Sequence[PromptRow], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[int, str]]:
-    """Yield (number, problem) of long rows for which the `prompt_template` of a teacher leaves too few positions."""
+    """Yield (number, problem) of rows that a teacher's `prompt_template` makes too long. Checks the 16 longest rows."""
     from dppo_megatron.orchestrator.teachers import teacher_prompt
 
     for name, teacher in config.distillation.teachers.items():
@@ -67,7 +67,7 @@ def long_prompts(
 
 
 def model_problems(config: Config) -> Iterator[str]:
-    """Return why a teacher with a path cannot be read, has other tokens than the policy, or cannot have its layout."""
+    """Yield why a teacher with a path cannot be read, has other tokens than the policy, or does not suit the layout."""
     from dppo_megatron.actor import check_model
     from dppo_megatron.actor.model_config import shares_prefixes
     from dppo_megatron.data.tokenizer import load_tokenizer

@@ -1,6 +1,6 @@
-"""Checks that settings that differ from their defaults have an effect with the other settings.
+"""Checks that settings with non-default values have an effect, given the other settings.
 
-Limits and sizes of a feature may stay when the feature is switched off, as methods are compared by switching them.
+A feature's limits and sizes may stay when the feature is switched off, because methods are compared by switching.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from dppo_megatron.config import Config
 from dppo_megatron.errors import shown
 
-# Settings or sections -> (whether they have an effect, why not). `{.a.b}` is replaced by the value of the setting a.b.
+# Setting or section -> (whether it has an effect, why not). `{.a.b}` is replaced by the value of setting a.b.
 _NEEDS: dict[str, tuple[Callable[[Config], object], str]] = {
     "model.lora": (lambda c: c.model.lora.r, "model.lora.r = 0 trains all weights and no adapter"),
     "parallel.sequence": (lambda c: c.parallel.tensor > 1, "needs parallel.tensor > 1"),
@@ -38,7 +38,7 @@ _NEEDS: dict[str, tuple[Callable[[Config], object], str]] = {
     "eval.pass_reward": (lambda c: c.data.eval, "only data.eval uses it; each of eval.sets has its own"),
 }
 _OF_SERVERS = ("engine.python.", "engine.host.", "engine.port.", "engine.extra_args.", "engine.env.")
-# Settings that may have an effect only in the command `eval`, which samples, from servers that it starts itself.
+# Settings that may have an effect only in the command `eval`, which starts servers and samples from them.
 _ONLY_EVAL: tuple[tuple[tuple[str, ...], Callable[[Config], object], str], ...] = (
     (("data.eval.", "eval.sets."), lambda c: c.samples, "the run has given answers or rollouts, and evaluates nothing"),
     (_OF_SERVERS, lambda c: not c.engine.urls, "the servers of engine.urls already run, so give it to these"),
@@ -53,7 +53,7 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def notes(config: Config) -> Iterator[str]:
-    """Yield warnings about settings that the run does not read, but an evaluation of its model does."""
+    """Yield warnings about settings that only an evaluation of the run's model reads, not the run."""
     changed = dict(_changed(config.model_dump(mode="json", exclude_defaults=True)))
     for parts, has_effect, reason in _ONLY_EVAL:
         if (unread := [name for name in changed if f"{name}.".startswith(parts)]) and not has_effect(config):

@@ -1,4 +1,4 @@
-"""Checks `engine` and `weight_sync`. The rules of one kind of engine are in `engines/<kind>/kind.py`."""
+"""Checks `engine` and `weight_sync`. Rules for an engine kind are in `engines/<kind>/kind.py`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAST_PORT = 65535
 SPECULATIVE = ("--speculative", "--spec-", "-sc")  # vLLM's and SGLang's flags
 OF_ONE_MACHINE = ("/dev/shm", "/run", "/tmp")
 MOST_LORA_RANK = 512
-MOST_SENDERS = 32  # each needs a communicator with its own buffers in every engine worker
+MOST_SENDERS = 32  # each sender needs a communicator with buffers in every engine worker
 LARGEST_TOLERANCE = 1.0  # nats; FP8 needs it, and other models differ by more
 ANSWER_S = 25.0  # an interpreter on a slow file system needs seconds to find a package
 
@@ -55,7 +55,7 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def _layout(config: Config) -> Iterator[str]:
-    """Return problems of the GPUs of one engine."""
+    """Yield problems of an engine's GPU layout."""
     e = config.engine
     if e.devices % e.nodes:
         gpus = f"an engine's {e.devices} GPUs (engine.tensor_parallel x engine.pipeline_parallel)"
@@ -145,7 +145,7 @@ def _adapters(config: Config) -> list[str]:
 
 
 def model_problems(config: Config, hf: HFModelConfig | None) -> Iterator[str]:
-    """Return why engines cannot serve the model. All kinds split attention by whole heads, and FP8 by whole blocks.
+    """Yield why engines cannot serve the model. All kinds split attention by whole heads, and FP8 by whole blocks.
 
     `hf` is the model's config.json, or None if it cannot be read.
     """
@@ -195,7 +195,7 @@ def model_problems(config: Config, hf: HFModelConfig | None) -> Iterator[str]:
 
 
 def _feed_forwards(hf: HFModelConfig) -> dict[str, int]:
-    """Return the widths of the model's feed-forward layers by their names in config.json."""
+    """Return the model's feed-forward widths by config.json name."""
     if hf.moe is None:
         return {"intermediate_size": hf.ffn_hidden_size}
     widths = {"moe_intermediate_size": hf.moe.ffn_hidden_size}
@@ -205,10 +205,10 @@ def _feed_forwards(hf: HFModelConfig) -> dict[str, int]:
 
 
 def environment_problems(config: Config, *, elsewhere: bool = False) -> list[str]:
-    """Return why this environment cannot start the servers, or reach those of `engine.urls`.
+    """Return why this environment cannot start engines, or cannot read `engine.secret_file`.
 
-    Starts the interpreter to look for the engine's packages, without importing them. `elsewhere` means that the run has
-    other devices than this machine.
+    Starts the interpreter to look for engine packages without importing them. `elsewhere` means that the run has other
+    devices than this machine.
     """
     from dppo_megatron.engines.serving import device_here
 
@@ -241,7 +241,7 @@ def _finds(python: str, package: str) -> bool:
     look = "import sys; from importlib import metadata as m, util; of = "
     look += f"m.packages_distributions().get({name!r}, ()) if {version!r} else (); "
     look += f"sys.exit(util.find_spec({name!r}) is None or not all(m.version(d).startswith({version!r}) for d in of))"
-    null, environment = subprocess.DEVNULL, child_environment(server=True)  # its output may be endless
+    null, environment = subprocess.DEVNULL, child_environment(server=True)  # output may be endless
     with subprocess.Popen(
         [python, "-c", look], stdin=null, stdout=null, stderr=null, start_new_session=True, env=environment
     ) as process:

@@ -1,4 +1,4 @@
-"""Checks `engine.exact` for settings with which engine and trainer would not compute the same bits."""
+"""Checks `engine.exact`: rejects settings that make engine and trainer compute different bits."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def problems(config: Config) -> list[str]:
 
 
 def model_problems(config: Config, hf: HFModelConfig | None, *, elsewhere: bool) -> list[str]:
-    """Return properties of the model that `engine.exact` does not support.
+    """Return model properties that `engine.exact` does not support.
 
     `elsewhere` means that the run has other devices than this machine.
     """

@@ -1,4 +1,4 @@
-"""Checks the model in the configured layout and precision, by its config.json. `actor` has the supported models."""
+"""Checks config.json and weights against the configured layout and precision. `actor` has the supported models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def read(config: Config) -> HFModelConfig | None:
 
 
 def problems(config: Config, hf: HFModelConfig | None, absent: list[str], *, elsewhere: bool) -> list[str]:
-    """Return why the model cannot be built. Add missing files to `absent`. With `elsewhere` it runs on `slurm.gpu`."""
+    """Return why the model cannot be built. Add missing files to `absent`. `elsewhere` means it runs on `slurm.gpu`."""
     from dppo_megatron.actor import check_model
 
     out = check_model(on_any_machine(config) if elsewhere else config)
@@ -67,7 +67,7 @@ def _adapter(config: Config, hf: HFModelConfig) -> list[str]:
 
 
 def on_any_machine(config: Config) -> Config:
-    """Return the model without the settings that need certain devices. No parameter depends on those settings."""
+    """Return the config without model settings that need certain devices. No parameter depends on these settings."""
     return with_settings(config, model={"layers": "local", "fp8": "none"})
 
 

@@ -1,9 +1,9 @@
-"""Checks the run directory. A resumed run must be the same run, and a new run needs its own directory.
+"""Checks the run directory. A resumed run must be the same run, and a new run needs a new directory.
 
-RUN/files.json has digests of the files that settings name, so that a resumed run reads the same data and models. They
-depend on content and on names below the setting's path, so run and files may be moved. Modules of rewards, environments
-and objectives have no digest: a run is resumed after a reward was corrected, and one file does not show a change of the
-modules that it imports.
+RUN/files.json has digests of the files that settings name, so that a resumed run reads the same data and models.
+Digests depend on content and on names below the setting's path, so run and files may be moved. Reward, environment and
+objective modules have no digest: a run may be resumed with a corrected reward, and a module's file does not show
+changes in the modules that it imports.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from dppo_megatron.data.files import PromptFileError, data_files
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.place import problem
 
-# Of a file of more than 256 MiB, its size, first piece (a header) and the beginnings of 255 other pieces are read.
+# Files above 256 MiB are sampled: size, first piece (a header), and the beginnings of 255 other pieces.
 PIECE, PIECES, SAMPLE = 1 << 20, 256, 1 << 14
 _OF_MODELS = (".json", ".jinja", ".txt", ".model", ".bpe", ".tiktoken", ".safetensors", ".distcp", ".metadata", ".pt")
-Digests = dict[str, dict[str, str]]  # of RUN/files.json: setting -> file -> digest
-# These settings may change between attempts of a run. A change of another setting would make it a different run.
+Digests = dict[str, dict[str, str]]  # in RUN/files.json: setting -> file -> digest
+# These settings may change between attempts of a run. Changing another setting would make it a different run.
 RESUMABLE_CHANGES = (
     "run.dir", "train.steps", "tracking", "profile", "checkpoint", "eval.every", "engine", "parallel", "slurm",
     "weight_sync", "run.stall_timeout_s", "train.micro_batch_tokens", "train.share_prefixes", "optimizer.lr",
@@ -81,7 +81,7 @@ def problems(config: Config, *, resume: bool) -> list[str]:
 
 
 def _moved_decay(config: Config, saved: Config) -> Iterator[str]:
-    """Yield a problem if another number of steps would change the learning rate without a word about it."""
+    """Yield a problem if another number of steps would silently change the learning rate."""
     steps, o = config.train.steps, config.optimizer
     end = saved.optimizer.decay_steps or saved.train.steps
     if o.decay != "constant" and o.decay_steps is None and steps != end:
@@ -92,10 +92,10 @@ def _moved_decay(config: Config, saved: Config) -> Iterator[str]:
 
 
 def record(config: Config) -> None:
-    """Write the resolved config of a run, and digests of the files that it names, for `changed_settings`."""
+    """Write the run's resolved config, and digests of the files that it names, for `changed_settings`."""
     config, run = with_absolute_paths(config), RunDir(config.run.dir)
     save_resolved(config, run.config)
-    digests = read_as(Digests, run.files) or {}  # those of files that this machine does not have are kept
+    digests = read_as(Digests, run.files) or {}  # digests of files that this machine does not have are kept
     for key, path in _flat(config.model_dump()):
         if isinstance(path, Path) and not _resumable(key) and (files := contents(key, path)):
             digests[key] = files
@@ -103,9 +103,9 @@ def record(config: Config) -> None:
 
 
 def changed_settings(config: Config, saved: Config) -> list[str]:
-    """Return settings that differ from the saved ones and would make the resumed run another run.
+    """Return settings that differ from saved settings and would make the resumed run a different run.
 
-    A path may differ if `record` read the same files there.
+    A path may differ if the files there are the files that `record` read.
     """
     old, new = (dict(_flat(with_absolute_paths(c).model_dump(mode="json"))) for c in (saved, config))
     recorded, out = read_as(Digests, RunDir(config.run.dir).files) or {}, []
@@ -133,7 +133,7 @@ def _resumable(key: str) -> bool:
 
 
 def _flat(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the settings of a tree with their names; a list of sections has numbers: data.more.0.path."""
+    """Yield (name, value) of each setting in a tree. Sections in a list have numbers: data.more.0.path."""
     if isinstance(tree, (list, tuple)) and any(isinstance(part, dict) for part in tree):
         tree = dict(enumerate(tree))
     if not isinstance(tree, dict):
@@ -144,9 +144,9 @@ def _flat(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def contents(setting: str, path: Path) -> dict[str, str]:
-    """Return the digest of each file of a setting, by its path relative to that of the setting; empty without files.
+    """Return the digest of each file that a setting names, by path relative to the setting's path; empty without files.
 
-    Of a bank, which may still grow, only the index line of the first group is read; it has the group's checksums.
+    A bank may still grow, so only the first group's index line is read, which has the group's checksums.
     """
     try:
         if setting == "rollout.bank":

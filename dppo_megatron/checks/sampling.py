@@ -1,4 +1,4 @@
-"""Checks `rollout` and `eval`: stored log-probs must be those of the sampled policy; samples must fit the engine."""
+"""Checks `rollout` and `eval`: log-probs must belong to the sampled distribution, and samples must fit the engine."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _staleness(config: Config) -> Iterator[str]:
 
 
 def lengths(config: Config) -> Iterator[str]:
-    """Return a problem for a response length that does not fit the engine."""
+    """Yield a problem if the response length does not fit the engine."""
     room = config.engine.max_model_len
     if config.samples and (longest := config.too_long(room)):
         yield (

@@ -10,10 +10,10 @@ from dppo_megatron.fleet.registry import engine_names
 
 
 def server_places(config: Config) -> dict[str, tuple[range, int, int]]:
-    """Return the serving nodes, the first GPU on each, and the number of GPUs there, by name of engine or teacher.
+    """Return (serving nodes, first GPU on each, number of GPUs on each) by engine or teacher name.
 
-    Serving nodes are numbered from 0. Engines fill them in turn, after the ranks' GPUs or, if colocated, on these. Then
-    each teacher takes free GPUs of the node with most of them.
+    Serving nodes are numbered from 0. Engines fill them in turn, after the ranks' GPUs or, if colocated, on the ranks'
+    GPUs. Then each teacher takes GPUs on the node with most free GPUs.
     """
     s, span = config.slurm, config.engine.nodes
     ranks = 0 if s.engine_nodes else -(-config.parallel.world_size // s.trainer_nodes)
@@ -35,10 +35,10 @@ def server_places(config: Config) -> dict[str, tuple[range, int, int]]:
 def problems(
     config: Config, nodes: tuple[int, ...] | None = None, gpus: int | None = None, notes: list[str] | None = None
 ) -> list[str]:
-    """Return why the run does not fit the nodes that `slurm` requests, or the job has other nodes.
+    """Return why the run does not fit the nodes that `slurm` requests, or why the job's nodes differ.
 
-    `nodes` has the number of nodes of each component of the running job, or is None before submission. `gpus` is the
-    number of GPUs of its first node, if known. Adds the number of unused GPUs to `notes`.
+    `nodes` has the number of nodes per component of the running job, or is None before submission. `gpus` is the number
+    of GPUs on the job's first node, if known. Adds the number of unused GPUs to `notes`.
     """
     out = list(_requested(config, [] if notes is None else notes))
     out += [] if nodes is None else _granted(config, nodes)
@@ -62,7 +62,7 @@ def _granted(config: Config, nodes: tuple[int, ...]) -> list[str]:
 
 
 def seconds_of(time: str) -> float:
-    """Return the seconds of a time limit as sbatch reads it: 90 and 1:30:00 are 5,400, 1-12 is 129,600."""
+    """Convert a time limit to seconds as sbatch does: 90 and 1:30:00 are 5,400, 1-12 is 129,600."""
     days, dash, clock = time.rpartition("-")
     units = (3600, 60, 1) if dash or clock.count(":") == 2 else (60, 1)
     if not clock[0].isdigit():  # unlimited

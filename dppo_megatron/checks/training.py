@@ -1,4 +1,4 @@
-"""Checks training: groups of ranks, precision, batches, and the learning rate."""
+"""Checks training: rank groups, precision, batches, and the learning rate."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _learning_rate(config: Config) -> Iterator[str]:
 
 
 def _credit(config: Config) -> Iterator[str]:
-    """Return why turns cannot have rewards, and settings that would ignore them."""
+    """Yield why turns cannot have rewards, and settings that would ignore turn rewards."""
     o = config.objective
     if o.credit == "trajectory":
         return
@@ -101,8 +101,7 @@ def _precision(config: Config) -> Iterator[str]:
     if m.fp8 != "none" and m.layers == "local":
         yield f"model.fp8 = {m.fp8}: local layers have no FP8; set model.layers to transformer_engine or auto"
     if m.dtype == "fp32" and m.layers == "transformer_engine":
-        # FlashAttention and cuDNN need 16 bits. TransformerEngine's own fallback accepts no packed sequences (up to
-        # 2.9).
+        # FlashAttention and cuDNN need 16 bits. TransformerEngine's fallback accepts no packed sequences (up to 2.9).
         yield (
             "model.dtype = fp32: TransformerEngine has no attention kernel for packed sequences in fp32; set "
             "model.dtype to bf16 or fp16, or model.layers to local"
@@ -115,7 +114,7 @@ def _precision(config: Config) -> Iterator[str]:
 
 
 def size_notes(config: Config) -> Iterator[str]:
-    """Yield notes about numbers that are valid but of an unusual size."""
+    """Yield notes about numbers that are valid but unusually large or small."""
     if (tokens := config.train.micro_batch_tokens) < config.data.max_prompt_tokens + config.rollout.max_response_tokens:
         longer = "tokens, and a longer prompt with its response has a micro-batch of its own"
         yield f"train.micro_batch_tokens = {tokens}: {longer}"

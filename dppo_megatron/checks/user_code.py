@@ -1,4 +1,4 @@
-"""Checks that the names in `objective`, `reward` and `environment` lead to code that their settings can build."""
+"""Checks that names in `objective`, `reward` and `environment` lead to code that the settings can build."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dppo_megatron.config import Config
 def objective_problems(config: Config, notes: list[str]) -> list[str]:
     """Return why the objective cannot be built or does not suit the settings.
 
-    Adds to `notes` the method in words and its differences from the published one.
+    Adds to `notes` the method in words, and differences from the published method.
     """
     from dppo_megatron.objectives import PRESETS, ObjectiveError, build_objective
 
@@ -66,7 +66,7 @@ def objective_problems(config: Config, notes: list[str]) -> list[str]:
 
 
 def _column_problems(name: str, columns: Any) -> list[str]:
-    """Return why the columns that an objective needs are not available."""
+    """Return why columns that an objective needs are not available."""
     from dppo_megatron.objectives.contract import ObjectiveProtocol
     from dppo_megatron.objectives.settings import nearest
     from dppo_megatron.types import COLUMNS
@@ -109,7 +109,8 @@ def reward_problems(config: Config) -> list[str]:
 def environment_problems(config: Config, tools: list[dict[str, Any]], notes: list[str]) -> list[str]:
     """Return why a separate process cannot create the environment, or the model cannot call its tools.
 
-    Adds its tools to `tools`, and to `notes` which of them are not described and that an agent cannot use any.
+    Adds the environment's tools to `tools`. Adds to `notes` tools without a description, and that an agent cannot use
+    tools.
     """
     from dppo_megatron.data.prompts import render_chat
     from dppo_megatron.data.tokenizer import TokenizerError, load_tokenizer

@@ -1,6 +1,6 @@
-"""Finds problems of a run in its metrics and its bank. A finding has its first step, the evidence and a remedy.
+"""Finds problems of a run in the metrics and the bank. A finding has the first step, the evidence and a remedy.
 
-A check reads one step and the numbers of earlier steps, so running and ended runs are examined in the same way.
+A check reads one step and numbers kept from earlier steps, so running and ended runs are examined alike.
 docs/doctor.md lists the checks.
 """
 

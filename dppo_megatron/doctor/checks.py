@@ -1,6 +1,6 @@
-"""Defines the checks of the doctor. Each reads one step and returns the evidence of a problem, or None.
+"""Defines the doctor's checks. A check reads one step and returns evidence of a problem, or None.
 
-docs/doctor.md lists them in this order.
+docs/doctor.md lists the checks in this order.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from .steps import FIRST, ExaminedStep, Past
 
 Evidence = str | None
 
-GROUPS, TOKENS = 4, 1 << 16  # limits of the rollouts read per step, so that a step costs milliseconds
+GROUPS, TOKENS = 4, 1 << 16  # limits for rollouts read per step, so that a step costs milliseconds
 IMPOSSIBLE = math.log(1e-9)  # a less probable event is evidence of a problem
 STILL = 50  # steps without a rising reward
 
 
 Look = Callable[[ExaminedStep, Past], Evidence]
-Check = tuple[str, Look, str]  # name of a problem, the function that finds it in a step, and the remedy
+Check = tuple[str, Look, str]  # problem name, function that finds the problem in a step, remedy
 CHECKS: list[Check] = []
 
 
@@ -108,8 +108,8 @@ def rewards_failed(step: ExaminedStep, past: Past) -> Evidence:
 def cloned_samples(step: ExaminedStep, past: Past) -> Evidence:
     """Check for more identical samples than chance allows.
 
-    If a sample's tokens have probability p, k of n samples are equal by chance in at most C(n, k) p^(k - 1) of groups.
-    Example: with p = 0.01, three of 8 samples are equal in at most 56 x 0.0001 = 0.0056 of groups.
+    If a sample has probability p, chance makes k of n samples equal in at most a share C(n, k) p^(k - 1) of groups.
+    Example: with p = 0.01, three of 8 samples are equal in at most 56 x 0.0001 = 0.0056 of all groups.
     """
     for entry in step.entries:
         length, alike = Counter(entry.response_lengths.tolist()).most_common(1)[0] if entry.num_samples else (0, 0)
@@ -134,7 +134,7 @@ def cloned_samples(step: ExaminedStep, past: Past) -> Evidence:
     "greedy verification): check engine.extra_args and the servers of engine.urls",
 )
 def other_temperature(step: ExaminedStep, past: Past) -> Evidence:
-    """Check that the most likely token of the engine's lists is drawn as often as its log-prob predicts."""
+    """Check that engines draw the most likely listed token as often as its log-prob predicts."""
     expected = step.setting("rollout.temperature", int, float)
     for entry in step.entries:
         if expected is not None and not math.isclose(entry.temperature, expected, rel_tol=1e-6):
@@ -210,7 +210,7 @@ def truncated(step: ExaminedStep, past: Past) -> Evidence:
     "compare the prompts of data.eval and data.train by `data inspect` (template, prefix, length); else more prompts",
 )
 def held_out_reward_stays(step: ExaminedStep, past: Past) -> Evidence:
-    """Check from the third evaluation on whether it gained less than a tenth of the gain in training."""
+    """Check, from the third evaluation on, whether it gained less than a tenth of the training gain."""
     names = [name for name in ("eval/reward_mean", "eval/accuracy") if step.value(name) is not None]
     if not names or len(scores := past.first(names[0])) < 2 or not past.improved(step):
         return None
@@ -227,9 +227,9 @@ def held_out_reward_stays(step: ExaminedStep, past: Past) -> Evidence:
     "optimizer.lr",
 )
 def alike_answers(step: ExaminedStep, past: Past) -> Evidence:
-    """Check whether half of the answers to each prompt are the same text, or four fifths of the tokens the same token.
+    """Check whether one text is half of the answers to each prompt, or one token is four fifths of their tokens.
 
-    Answers of less than 8 tokens are left out, because a class or a number may be right for several prompts.
+    Answers with fewer than 8 tokens are skipped, because a class or a number may be right for several prompts.
     """
     answers: dict[str, list[np.ndarray]] = {}
     for entry, samples in _first_samples(step):
@@ -329,7 +329,7 @@ def differs_from_the_start(step: ExaminedStep, past: Past) -> Evidence:
 
 @check("weights did not arrive", "see the trainer's log for the publish of that step; keep weight_sync.fingerprint on")
 def weights_did_not_arrive(step: ExaminedStep, past: Past) -> Evidence:
-    """Check for a mismatch that appears within one step.
+    """Check for engines that keep sampling with an old version, and for a mismatch that appears within one step.
 
     Missing weights cause such a mismatch. A drifting policy needs more steps.
     """
@@ -374,7 +374,7 @@ def gradient_norm_spikes(step: ExaminedStep, past: Past) -> Evidence:
 
 
 def _first_samples(step: ExaminedStep) -> list[tuple[BankEntry, list[int]]]:
-    """Return the first groups with their first samples, up to TOKENS tokens in all."""
+    """Return the first GROUPS groups with the numbers of their first samples, up to TOKENS tokens in all."""
     left, selection = TOKENS, []
     for entry in step.entries[:GROUPS]:
         ends = np.cumsum(entry.response_lengths)

@@ -22,7 +22,7 @@ from .steps import ExaminedStep, Past
 
 @dataclass
 class Finding:
-    """Describes one problem of a run. `evidence` comes from the step `since`, the first with the problem."""
+    """Describes a run's problem. `evidence` comes from `since`, the first step with the problem."""
 
     name: str
     since: int
@@ -35,12 +35,12 @@ class Finding:
         return f"{self.name}: {self.evidence} (step {self.since}); {self.remedy}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields for `doctor --json`, with the name under its published key `sign`."""
+        """Return the fields for `doctor --json`, with the name under the published key `sign`."""
         fields = asdict(self)
         return {"sign": fields.pop("name"), **fields}
 
 
-EARLIER = 200  # steps before a resume that are checked again, so that their findings are not reported twice
+EARLIER = 200  # steps before a resume that are checked again, so that findings are not reported twice
 DIED, REMEDY = "run died", "remove the cause, then `train --resume`"
 # Each row has parts of messages and a remedy, which docs/faq.md explains: "a part|another => remedy".
 _ROWS = Path(__file__).with_name("known_causes.txt").read_text().splitlines()
@@ -48,9 +48,9 @@ KNOWN_CAUSES = [(part, remedy) for parts, remedy in (row.split(" => ") for row i
 
 
 class Examination:
-    """Follows a run. Reads the bank's index and a few tokens of every step, and keeps a few numbers of each step.
+    """Follows a run. Reads the bank index and a few tokens of every step, and keeps a few numbers per step.
 
-    `select` chooses the lines of metrics.jsonl that are read at the start.
+    `select` chooses which metrics.jsonl lines are read at the start.
     """
 
     def __init__(self, run_dir: Path, select: Select = iter):
@@ -58,28 +58,28 @@ class Examination:
         self._follower = JsonlFollower(self._run.metrics, select)
         self.findings: dict[str, Finding] = {}
         self.unread = ""  # why some rollouts were not read
-        self.state: RunState | None = None  # of `diagnose`
+        self.state: RunState | None = None  # set by `diagnose`
         self._begin()
 
     def _begin(self) -> None:
-        self._rows: dict[int, dict[str, Any]] = {}  # records of the steps to examine
+        self._rows: dict[int, dict[str, Any]] = {}  # records of steps to examine
         self._past = Past()
         self.examined = 0  # last step
         self._source: _ExaminedRun | None = None
 
     def advance(self, *, rollouts: bool = True) -> list[Finding]:
-        """Examine the steps since the last call, and return the findings that they show for the first time.
+        """Examine the steps since the last call, and return new findings.
 
-        With `rollouts` it also reads the bank, which costs some milliseconds a step. Without, as at a resume, it checks
-        only the newest EARLIER steps, and keeps the numbers of the others.
+        With `rollouts`, also read the bank, which costs some milliseconds a step. Without, as at a resume, check only
+        the newest EARLIER steps, and keep only numbers of the other steps.
         """
         records, restarted = self._follower.poll()
-        if restarted:  # the trainer of a resumed run removed the steps that it repeats; earlier findings stay
+        if restarted:  # a resumed trainer removed the steps that it repeats; earlier findings stay
             self._begin()
             rollouts = False
         for record in records:
             step = record["step"]
-            if step <= self.examined:  # an evaluation ends after its step, which was examined already
+            if step <= self.examined:  # an evaluation ends after its step was examined
                 step, record = self.examined + 1, {n: v for n, v in record.items() if n.startswith("eval/")}
             self._rows.setdefault(step, {}).update(record)
         new = []
@@ -101,7 +101,7 @@ class Examination:
         for name, look, remedy in checks:
             try:
                 evidence = look(step, self._past)
-            except BankError as error:  # missing or damaged bytes, which the trainer reports itself
+            except BankError as error:  # missing or damaged bytes; the trainer reports them
                 self.unread, evidence = str(error), None
             if evidence is None:
                 continue
@@ -126,7 +126,7 @@ class _ExaminedRun:
         self._reader = BankReader(bank)
         model = setting("model.path", str)
         self._tokenizer = TokenizerFile.load(run.model(model) or Path(model or ""))
-        # Without config.yaml, settings of the checks are unknown, too.
+        # Without config.yaml, the settings that checks read are unknown, too.
         absent = [path for path in (run.config, bank) if not (supervised or path.exists())]
         self.problem = f"{absent[0]} is missing; restore it" if absent else ""
 
@@ -146,7 +146,7 @@ class _ExaminedRun:
 
 
 def diagnose(run_dir: Path) -> Examination:
-    """Examine all steps of a run and its state. Raises `ReportError` if the directory has no run."""
+    """Examine a run's state and all steps. Raises `ReportError` if the directory has no run."""
     examination, run = Examination(run_dir), RunDir(run_dir)
     examination.advance()
     examination.close()
@@ -163,7 +163,7 @@ def diagnose(run_dir: Path) -> Examination:
 
 
 def known_cause(cause: str, logs: Path) -> tuple[str, str]:
-    """Return `cause`, with the first line of the logs that has a known cause unless `cause` has one, and the remedy."""
+    """Return (cause, remedy). Unless `cause` is known, the first log line with a known cause is added to it."""
     oldest = sorted(logs.glob("*.log"), key=lambda log: log.stat().st_mtime)[:32]  # a failed process writes first
     lines = ((cause, cause), *((line, f"{cause}; {line} ({log})") for log in oldest for line in last_lines(log, 400)))
     matches = ((shown, remedy) for line, shown in lines for part, remedy in KNOWN_CAUSES if part in line)

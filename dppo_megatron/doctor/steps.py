@@ -1,4 +1,4 @@
-"""Defines the data that checks read: one training step, and the numbers kept from earlier steps."""
+"""Defines the data that checks read: a training step, and numbers kept from earlier steps."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ FIRST, RECENT = 3, 10  # steps that count as the start, and as recent
 
 @dataclass(frozen=True)
 class ExaminedStep:
-    """Contains the data that checks read of one step.
+    """Contains the data that checks read from a step.
 
-    `read_group(entry, samples, parts)` returns a group. `setting("a.b", *kinds)` returns a setting of the run, or None.
+    `read_group(entry, samples, parts)` returns a group. `setting("a.b", *kinds)` returns a run setting, or None.
     """
 
     number: int
@@ -45,7 +45,7 @@ class ExaminedStep:
 
     @cached_property
     def rewards_of_truncated(self) -> np.ndarray:
-        """Return the rewards of samples with `rollout.max_response_tokens` tokens, fp32; empty with an environment."""
+        """Return the rewards of samples with `rollout.max_response_tokens` tokens, fp32; empty without the setting."""
         limit = self.setting("rollout.max_response_tokens", int)
         parts = [e.rewards[(e.response_lengths == limit) & ~e.reward_failed] for e in self.entries if limit]
         return np.concatenate(parts) if parts else np.zeros(0, np.float32)
@@ -57,12 +57,12 @@ class ExaminedStep:
 
 @dataclass
 class Past:
-    """Stores a few numbers of the earlier steps and their groups; adding a step takes constant time."""
+    """Stores a few numbers of earlier steps and groups. Adding a step takes constant time."""
 
-    _first: dict[str, list[float]] = field(default_factory=dict)  # metric -> values of the first steps that have it
+    _first: dict[str, list[float]] = field(default_factory=dict)  # metric -> values at the first steps with the metric
     _recent: dict[str, deque[float]] = field(default_factory=dict)
     steps: int = 0
-    reward_means: list[float] = field(default_factory=list)  # one for each step with rewards
+    reward_means: list[float] = field(default_factory=list)  # of each step with rewards
     lowest_reward: float = np.inf
     highest_reward: float = -np.inf
     newest_versions: list[int] = field(default_factory=list)
@@ -85,23 +85,23 @@ class Past:
             self.newest_versions.append(step.newest_version)
 
     def last(self, name: str) -> float | None:
-        """Return the value of the last step that has one."""
+        """Return the metric's last value, or None."""
         return self._recent[name][-1] if name in self._recent else None
 
     def recent(self, name: str) -> float | None:
-        """Return the median of the last steps' values."""
+        """Return the median of the metric's newest values, at most RECENT, or None."""
         return _median(self._recent.get(name, ()))
 
     def at_start(self, name: str) -> float | None:
-        """Return the median of the first steps' values."""
+        """Return the median of the metric's first values, at most FIRST, or None."""
         return _median(self._first.get(name, ()))
 
     def first(self, name: str) -> list[float]:
-        """Return the values of the first steps that have one."""
+        """Return the metric's first values, at most FIRST."""
         return self._first.get(name, [])
 
     def improved(self, step: ExaminedStep) -> bool:
-        """Return whether the mean reward exceeds that of the first steps by a tenth of the range of rewards.
+        """Return whether the mean reward exceeds the first steps' mean by a tenth of the reward range.
 
         A supervised run has no rewards, and counts as improved.
         """

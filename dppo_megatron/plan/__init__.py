@@ -1,8 +1,8 @@
-"""Plans a run before it starts: the model of every kind of rank, its memory, and changes that make it fit.
+"""Plans a run before it starts: builds each kind of rank, estimates the memory, and suggests changes that fit.
 
-Megatron-LM's estimate (megatron/training/theoretical_memory_usage.py) is not part of megatron-core, and counts neither
-latent attention nor our loss, publishing and engines. `tests/plan` compares our estimate with all allocations of
-updates.
+Megatron-core has no memory estimate. Megatron-LM has one (megatron/training/theoretical_memory_usage.py), but it counts
+neither latent attention nor our loss, publishing and engines. `tests/plan` compares our estimate with all allocations
+of updates.
 """
 
 from dppo_megatron.common.hardware import hardware

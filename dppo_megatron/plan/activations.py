@@ -1,7 +1,7 @@
-"""Computes the memory of a micro-batch between its forward and its backward pass, for each part of a layer.
+"""Computes how much memory each layer part keeps between a micro-batch's forward and backward pass.
 
-docs/plan.md gives the same formulas as a table. t is the number of tokens of the micro-batch on this rank, s the number
-that a sequence-parallel rank stores (t / tensor), and e the bytes of an element. Sizes are per tensor-parallel rank.
+docs/plan.md has these formulas as a table. t is the number of micro-batch tokens on this rank, s the number that a
+sequence-parallel rank stores (t / tensor), and e the bytes per element. Sizes are per tensor-parallel rank.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dppo_megatron.vocab_parallel.linear import column_blocks
 
 FP32 = 4
 INDEX = 8
-EXPERT_IMBALANCE = 1.2  # assumed tokens of the busiest expert-parallel rank over the mean; routing decides it
+EXPERT_IMBALANCE = 1.2  # assumed: tokens on the busiest expert-parallel rank / mean; depends on routing
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchWork:
-    """Describes one micro-batch. `tokens` are those of this context-parallel rank. With `cuda` kernels are fused."""
+    """Describes a micro-batch. `tokens` counts tokens on this context-parallel rank. With `cuda`, kernels are fused."""
 
     hf: HFModelConfig
     config: Config
@@ -46,7 +46,7 @@ class MicroBatchWork:
 
     @property
     def weight_gradient(self) -> int:
-        """Return the bytes of a gradient's element before it is added to the fp32 buffer, or 0 without a gradient."""
+        """Return the bytes per gradient element before it is added to the fp32 buffer, or 0 without a gradient."""
         if self.config.model.lora.r:
             return 0
         widened = FP32 if self.e < FP32 and not self.cuda else 0  # the CPU adds in one dtype only
@@ -60,15 +60,15 @@ class MicroBatchWork:
 
     @property
     def hidden_bytes(self) -> int:
-        """Return the bytes of one [s, H] tensor, the output of a layer."""
+        """Return how many bytes a layer output [s, H] takes."""
         return self.e * self.local_tokens * self.hf.hidden_size
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Counts a layer's bytes. `saved` is kept until its backward pass, `working` is added while that pass runs.
+    """Counts a layer's bytes. `saved` is kept until the backward pass, and `working` is added while that pass runs.
 
-    `core` is the part that selective recompute frees. It is small, because attention never stores its scores.
+    `core` is the part that selective recompute frees. It is small because attention never stores scores.
     """
 
     saved: dict[str, int]
@@ -81,7 +81,7 @@ class Layer:
 
 
 def layer(work: MicroBatchWork, moe: bool, delta_net: bool = False) -> Layer:
-    """Return the bytes of one transformer layer without recompute."""
+    """Return how many bytes a transformer layer takes without recompute."""
     hf = work.hf
     if delta_net and hf.delta_net is not None:
         saved, core = {"norms": 2 * _norm(work), "gated delta net": _delta_net(work, hf.delta_net)}, 0
@@ -101,20 +101,20 @@ def layer(work: MicroBatchWork, moe: bool, delta_net: bool = False) -> Layer:
 
 
 def _norm(work: MicroBatchWork) -> int:
-    """Return the bytes of the saved input plus those of the output, which the next matrix product saves."""
+    """Return how many bytes a norm saves: the input, and the output for the next matrix product."""
     elements = work.local_tokens * work.hf.hidden_size
-    saved = work.e if work.cuda else FP32  # our norm on the CPU saves the normalised rows in fp32
+    saved = work.e if work.cuda else FP32  # our norm on the CPU saves the normalized rows in fp32
     return elements * (saved + work.e)
 
 
 def _grouped(work: MicroBatchWork) -> tuple[int, int]:
-    """Return the bytes of grouped-query attention: (all, only core attention)."""
+    """Return the bytes that grouped-query attention saves: (all, only core attention)."""
     hf, t, e = work.hf, work.tokens, work.e
     heads, groups = hf.num_heads // work.tensor, max(1, hf.num_kv_heads // work.tensor)
     q, kv = t * heads * hf.head_dim, t * groups * hf.head_dim
     log_sums = FP32 * t * heads
     if work.cuda:
-        # It saves the projection's output (values are a view of this tensor), rotated queries and keys, and the output.
+        # Saved are the projection output (values are a view of it), rotated queries and keys, and the attention output.
         # fp32 adds padded queries and outputs, and a key and a value for each query head.
         core = log_sums + e * (2 * kv * work.local * (work.local > 1) + 4 * q * (e == FP32))
         return e * (q + 2 * kv) + e * (q + kv) + e * q + core, core
@@ -125,7 +125,7 @@ def _grouped(work: MicroBatchWork) -> tuple[int, int]:
 
 
 def _latent(work: MicroBatchWork, mla: MLAConfig) -> tuple[int, int]:
-    """Return the bytes of multi-head latent attention: (all, only core attention)."""
+    """Return the bytes that multi-head latent attention saves: (all, only core attention)."""
     t, e, heads = work.tokens, work.e, work.hf.num_heads // work.tensor
     query = t * heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
     value = t * heads * mla.v_head_dim
@@ -140,7 +140,7 @@ def _latent(work: MicroBatchWork, mla: MLAConfig) -> tuple[int, int]:
 
 
 def _delta_net(work: MicroBatchWork, sizes: DeltaNetConfig) -> int:
-    """Return the bytes of gated delta net, which computes in fp32. The factors are fitted to its saved tensors."""
+    """Return the bytes that gated delta net saves. It computes in fp32; the factors are fitted to saved tensors."""
     groups, heads = (n // work.tensor for n in (sizes.num_key_heads, sizes.num_value_heads))
     key, value = sizes.key_head_dim, sizes.value_head_dim
     head_elements = 5 * key + 13 * value + 6 * CHUNK + key * value // CHUNK
@@ -148,7 +148,7 @@ def _delta_net(work: MicroBatchWork, sizes: DeltaNetConfig) -> int:
 
 
 def _swiglu(work: MicroBatchWork, width: int, rows: int) -> tuple[int, int]:
-    """Return (bytes saved after the first matrix product, bytes of the backward pass) of one feed-forward."""
+    """Return the bytes that a feed-forward takes: (saved after the first matrix product, used in the backward pass)."""
     e, hidden = work.e, work.hf.hidden_size
     copies = 3 if work.cuda else 5  # gate, up and their product; unfused also silu(gate) and a copy of up
     weight_gradient = work.weight_gradient * 2 * width * hidden
@@ -156,7 +156,7 @@ def _swiglu(work: MicroBatchWork, width: int, rows: int) -> tuple[int, int]:
 
 
 def _experts(work: MicroBatchWork, moe: MoEConfig) -> tuple[dict[str, int], int]:
-    """Return (saved, bytes of the backward pass) of router, dispatch, routed and shared experts."""
+    """Return the bytes that router, dispatch and experts take: (saved by part, used in the backward pass)."""
     hf, e, local_tokens = work.hf, work.e, work.local_tokens
     received = local_tokens * moe.top_k * work.expert_tensor
     if work.config.parallel.expert > 1:
@@ -178,7 +178,7 @@ def _experts(work: MicroBatchWork, moe: MoEConfig) -> tuple[dict[str, int], int]
 
 
 def with_recompute(work: MicroBatchWork, layer: Layer) -> tuple[int, int]:
-    """Return (saved, working) bytes of a layer under `model.recompute`."""
+    """Return a layer's (saved, working) bytes under `model.recompute`."""
     return {
         "none": (layer.total, layer.working),
         "selective": (layer.total - layer.core, layer.working + layer.core),
@@ -187,7 +187,7 @@ def with_recompute(work: MicroBatchWork, layer: Layer) -> tuple[int, int]:
 
 
 def head(work: MicroBatchWork, padded_vocab: int) -> dict[str, int]:
-    """Return the bytes that head and loss add to the layers at their backward pass, if every token has loss."""
+    """Return the bytes that head and loss need in their backward pass, besides the layers, if every token has loss."""
     hf, e, rows, model = work.hf, work.e, work.tokens, work.config.model
     columns, hidden, fused = padded_vocab // work.tensor, rows * hf.hidden_size, model.logits == "fused"
     block = max(block.stop - block.start for block in column_blocks(columns)) if fused else columns

@@ -1,6 +1,6 @@
-"""Predicts the gain of `engine.draft_tokens` by decoding the stored samples of a run again, with drafts.
+"""Predicts how much `engine.draft_tokens` gains by decoding a run's stored samples again, with drafts.
 
-A stored token is a draw from its policy. So a draft is accepted here if it equals the stored token. This happens with
+Stored tokens were drawn from the policy, so a draft is accepted here if it equals the stored token. That happens with
 the probability that the policy gave the draft.
 """
 
@@ -23,13 +23,13 @@ from dppo_megatron.engines.drafts import SUFFIXES, DraftRate, SuffixIndex
 from dppo_megatron.errors import ExpectedError
 
 MOST_GROUPS = 256  # newest groups that are decoded again
-TOKENS = 64  # tokens of a row of the table
+TOKENS = 64  # response tokens in each column of the table
 DEFAULT_TOKENS = 8  # drafted tokens if the config drafts none
 
 StepTime = Callable[[int], float]
-"""Returns the seconds of a decoding step by the number of its rows: one for each sample, and one for each draft.
+"""Returns how many seconds a decoding step takes with a number of rows: a row per sample and per drafted token.
 
-For 0 rows it returns the seconds to start a group: its requests and prompts.
+For 0 rows it returns the seconds to start a group (requests and prompts).
 """
 
 
@@ -39,17 +39,20 @@ class DraftsError(ExpectedError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class StoredGroup:
-    """Contains the samples of a prompt and of its earlier groups, each [tokens] int32 after the end of the prompt."""
+    """Contains a group's samples, [tokens] int32, and earlier groups' samples, which begin with the prompt end."""
 
     prompt: np.ndarray  # [at most PROMPT_TOKENS] int32
     samples: list[np.ndarray]
     earlier: list[np.ndarray]
-    epoch: int  # earlier groups of the prompt in the bank
+    epoch: int  # number of earlier groups of the prompt in the bank
 
 
 @dataclass(slots=True)
 class Decoded:
-    """Contains the result of decoding samples again. `accepted`: (epoch, position) of steps with drafts -> tokens."""
+    """Contains the result of decoding samples again.
+
+    `accepted` maps (epoch, table column) to the number of accepted tokens in each step that may draft.
+    """
 
     seconds: float
     drafted: int
@@ -58,7 +61,7 @@ class Decoded:
 
 @dataclass(slots=True, eq=False)
 class _Decoding:
-    """Describes a sample that is decoded: the end of its prompt and its tokens, and the place of the next token."""
+    """Describes a sample being decoded. `tokens` has the prompt end and the response; `place` is the next token."""
 
     group: StoredGroup
     index: SuffixIndex
@@ -67,7 +70,7 @@ class _Decoding:
 
 
 def parse_step_times(text: str) -> StepTime:
-    """Return the step time that "ROWS:MS ROWS:MS ..." describes, linear in between. Raises `DraftsError`.
+    """Parse "ROWS:MS ROWS:MS ..." into a step time that is linear in between. Raises `DraftsError`.
 
     0:MS is the time to start a group, by default 0.
     """
@@ -88,7 +91,7 @@ def parse_step_times(text: str) -> StepTime:
 
 
 def read_groups(run: Path) -> list[StoredGroup]:
-    """Return the newest groups of a run's bank in their order. Raises `DraftsError` and `BankError`."""
+    """Return the newest groups in a run's bank, in bank order. Raises `DraftsError` and `BankError`."""
     reader = BankReader(run / "bank" if (run / "bank").is_dir() else run)
     entries = reader.entries(0, reader.refresh())
     numbers: defaultdict[int, list[int]] = defaultdict(list)
@@ -114,11 +117,11 @@ def read_groups(run: Path) -> list[StoredGroup]:
 def decode(
     groups: Sequence[StoredGroup], *, together: int, running: int, batch: int, max_drafts: int, step_s: StepTime
 ) -> Decoded:
-    """Decode groups on one engine, with at most `max_drafts` drafts of each sample in a step.
+    """Decode groups on one engine, with at most `max_drafts` drafted tokens per sample and step.
 
-    The engine gets `together` groups at once, so fewer samples run towards their ends, and runs at most `running`
-    samples. Drafts are made while at most `batch` samples run. They follow earlier samples and finished samples of the
-    group.
+    The engine gets `together` groups at once, so fewer samples run when these groups end. It runs at most `running`
+    samples, and makes drafts while at most `batch` samples run. Drafts follow samples of earlier groups and finished
+    samples of this group.
     """
     queue, acceptance = (group for group in groups if group.samples), DraftRate()
     waiting, active = list[_Decoding](), list[_Decoding]()
@@ -185,7 +188,7 @@ def drafts_report(run: Path, config: Config, step_ms: str | None) -> Iterator[st
 
 
 def gain(groups: Sequence[StoredGroup], config: Config, step_s: StepTime, max_drafts: int) -> tuple[float, float]:
-    """Return the mean seconds of one engine to decode its samples of a training step, without and with drafts."""
+    """Return the mean seconds that an engine decodes for a training step: (without drafts, with drafts)."""
     size, engines, engine = config.rollout.prompts_per_step, config.engine.count, config.engine
     together = -(-config.rollout.max_concurrent_groups // engines)
     first = len(groups) % size if len(groups) > size else 0

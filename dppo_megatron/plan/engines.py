@@ -1,4 +1,4 @@
-"""Estimates the memory that engines need on their GPUs."""
+"""Estimates how much GPU memory engines need."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from dppo_megatron.hf.safetensors_file import TensorInfo
 from dppo_megatron.weights.broadcast_plan import BUCKET_BYTES, expert_layer
 
 FP32 = 4
-UNUSED = 0.1  # assumed share of the memory that servers leave free for CUDA graphs and activations
+UNUSED = 0.1  # assumed memory share that servers leave free for CUDA graphs and activations
 
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """Counts bytes on one GPU of an engine, in the stage that serves the fewest sequences.
+    """Counts bytes on an engine GPU, in the stage that serves the fewest sequences.
 
-    `cache` is the memory for keys and values after the weights are loaded, or `engine.kv_cache_bytes`. It is negative
-    if the weights do not fit.
+    `cache` is the memory left for keys and values after loading the weights, at most `engine.kv_cache_bytes`. It is
+    negative if the weights do not fit.
     """
 
     weights: int
     cache: int
-    per_sequence: int  # keys and values of a sequence of `engine.max_model_len`
+    per_sequence: int  # keys and values of `engine.max_model_len` tokens, delta net states
     update: int  # needed in addition to weights and cache while an update loads, see `update_bytes`
-    room: int  # available to an update, which is the memory without weights, cache and libraries
+    room: int  # available to an update: memory without weights, cache and libraries
 
     @property
     def sequences(self) -> int:
-        """Return how many sequences of the maximal length fit at once. With 0 the engine does not start."""
+        """Return how many sequences of maximal length fit at once. With 0 the engine does not start."""
         return max(0, self.cache // self.per_sequence)
 
     @property
@@ -46,7 +46,7 @@ class EngineMemory:
 
 
 def published_bytes(hf: HFModelConfig, config: Config) -> int:
-    """Return the bytes of one version of the weights, in the form that engines load."""
+    """Return how many bytes a published weight version has, in the form that engines load."""
     if config.weight_sync.lora == "adapter":
         shapes = adapter_shapes(hf, config.model.lora).values()
         return DTYPES[config.engine.dtype].bytes * sum(map(math.prod, shapes))
@@ -54,12 +54,12 @@ def published_bytes(hf: HFModelConfig, config: Config) -> int:
 
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
-# Every GPU of a stage stores these tensors whole: norms, routers, and the projections into the latent space.
+# Every GPU in a stage stores these tensors whole: norms, routers, and the projections into the latent space.
 _REPLICATED = re.compile(r"norm\.weight$|norm\.bias$|\.gate\.|\.(q_a_proj|kv_a_proj_with_mqa)\.")
 
 
 def _stage_bytes(hf: HFModelConfig, config: Config) -> list[int]:
-    """Return the bytes of the weights on one GPU of each stage."""
+    """Return the weight bytes on a GPU of each stage."""
     counts = kind_of(config).stage_layers(hf.num_layers, config.engine.pipeline_parallel)
     stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
     sums = [0] * len(counts)
@@ -76,7 +76,7 @@ def _published(hf: HFModelConfig, config: Config) -> dict[str, TensorInfo]:
     return fp8.quantized_info(tensors) if config.engine.serves_fp8 else tensors
 
 
-# vLLM and SGLang load each of these groups of weights as one module.
+# vLLM and SGLang load each of these weight groups as one module.
 _FUSED = (
     (re.compile(r"\.(q|k|v)_proj\."), ".qkv_proj."),
     (re.compile(r"\.(gate|up)_proj\."), ".gate_up_proj."),
@@ -85,7 +85,7 @@ _FUSED = (
 
 
 def _module(name: str) -> str:
-    """Return the engine's module that loads the tensor. All experts of a layer are one module."""
+    """Return the engine module that loads the tensor. All experts in a layer belong to one module."""
     if (layer := expert_layer(name)) >= 0:
         return f"experts of layer {layer}"
     for pattern, fused in _FUSED:
@@ -94,7 +94,7 @@ def _module(name: str) -> str:
 
 
 def update_bytes(hf: HFModelConfig, config: Config) -> int:
-    """Return the peak bytes that loading new weights needs on one GPU, in addition to weights and cache."""
+    """Return the peak bytes that loading new weights needs on a GPU, in addition to weights and cache."""
     sizes: Counter[str] = Counter()
     largest = 0
     for name, info in _published(hf, config).items():
@@ -106,7 +106,7 @@ def update_bytes(hf: HFModelConfig, config: Config) -> int:
 
 
 def engine_memory(hf: HFModelConfig, config: Config, hardware: Hardware) -> EngineMemory | None:
-    """Return the memory of an engine. None if the run starts no engine, and on a CPU, where processes share memory."""
+    """Return an engine's memory. None if the run starts no engine, and on a CPU, where processes share memory."""
     engine = config.engine
     if not config.engine_devices or not hardware.cuda:
         return None

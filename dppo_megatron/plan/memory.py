@@ -1,4 +1,4 @@
-"""Estimates the memory of one rank over an update, item by item."""
+"""Estimates how much memory a rank needs for an update, item by item."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INT64 = 8
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Represents one line of the table, with its name, its bytes and the calculation."""
+    """Represents a table line: a name, a number of bytes, and how they are calculated."""
 
     name: str
     bytes: int
@@ -31,10 +31,10 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Describes a rank's static memory, and the memory that each phase of a step adds while the phase runs.
+    """Describes a rank's static memory, and the memory that each step phase adds while it runs.
 
-    `host` is pinned memory on the rank's node. `saved` is memory of the node that a checkpoint takes until it is
-    written. Both are empty on a CPU, where device memory and host memory are the same.
+    `host` is pinned memory on the rank's node. `saved` is node memory that a checkpoint occupies until it is written.
+    Both are empty on a CPU, where device memory and host memory are the same.
     """
 
     static: tuple[Item, ...]
@@ -48,7 +48,7 @@ class Memory:
 
     @property
     def tensors(self) -> int:
-        """Return the peak bytes of tensors, which the allocator must provide."""
+        """Return the peak tensor bytes that the allocator must provide."""
         return self.static_bytes + max(map(_sum, self.phases.values()))
 
     @property
@@ -58,14 +58,14 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Describes a rank's largest micro-batch, with loss on all tokens, and its number of micro-batches."""
+    """Describes a rank's largest micro-batch, with loss on all tokens, and the number of micro-batches per update."""
 
     tokens: int
     micro_batches: int
 
 
 def largest_load(config: Config) -> Load:
-    """Return the largest possible micro-batch, which is the budget or one sequence that is longer than the budget."""
+    """Return the largest possible micro-batch: a full token budget, or a single sequence that exceeds the budget."""
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     if config.samples:
         longest = min(longest, config.engine.max_model_len)
@@ -78,7 +78,7 @@ def largest_load(config: Config) -> Load:
 def estimate(
     model: RankModel, hf: HFModelConfig, config: Config, hardware: Hardware, load: Load, padded_vocab: int
 ) -> Memory:
-    """Estimate the memory of the rank `model` on `hardware` for micro-batches of the size `load`."""
+    """Estimate how much memory the rank `model` needs on `hardware` for micro-batches of size `load`."""
     rank = _Rank(model, MicroBatchWork(hf, config, load.tokens, hardware.cuda), load)
     phases = {
         "forward and backward": rank.forward_backward(padded_vocab),
@@ -93,7 +93,7 @@ def estimate(
 
 
 class _Rank:
-    """Collects the items of one rank's memory, by phase."""
+    """Collects a rank's memory items, by phase."""
 
     def __init__(self, model: RankModel, work: MicroBatchWork, load: Load):
         self.model, self.work, self.load = model, work, load
@@ -101,7 +101,7 @@ class _Rank:
         self.sharded = work.config.parallel.distributed_optimizer
         self.shard = -(-model.dense // model.dense_replicas) - (-model.expert // model.expert_replicas)
         self.state = self.shard if self.sharded else model.trained  # parameters with optimizer state on this rank
-        offloads = work.config.optimizer.offload and work.cuda  # a CPU's memory is the host's
+        offloads = work.config.optimizer.offload and work.cuda  # a CPU rank already uses host memory
         self.offloaded = self.optimizer() if offloads else []  # these are on the GPU only during an optimizer step
 
     def static(self) -> list[Item]:
@@ -136,28 +136,28 @@ class _Rank:
         return items
 
     def step_line(self) -> list[Item]:
-        """Return the copies with which `acceptance` undoes a step. See `actor.StepLine`."""
+        """Return the copies that `acceptance` needs to undo a step. See `actor.StepLine`."""
         if self.config.acceptance.bound is None:
             return []
         explanation = "fp32 parameters, for acceptance.bound; the end only while a step is taken back"
         return [Item("start and end of a step", 2 * FP32 * self.state, explanation)]
 
     def _bytes_per_token(self) -> int:
-        """Return the bytes of a token of the batch on the device."""
+        """Return how many device bytes a batch token takes."""
         rollout, hf = self.config.rollout, self.hf
         distillation = self.config.distillation
         out = 10 * INT64 + 8 * (rollout.topk_logprobs + (distillation.topk + 1 if distillation.teachers else 0))
         if rollout.has_sampling_mask:  # upper bound; rollout/kept_tokens_mean is the measured mean
             out += 4 * (1 + rollout.top_k)
         if not self.cuda and hf.mla is None:
-            out += 2 * hf.rotary_dim * self.work.e  # tables of our own rotation
+            out += 2 * hf.rotary_dim * self.work.e  # tables of our rotation
         if rollout.routing_replay and hf.moe is not None:
             routed = sum(hf.is_moe_layer(index) for chunk in self.model.chunks for index in chunk)
             out += 2 * routed * hf.moe.top_k * self.work.local_tokens // self.work.tokens
         return out
 
     def _kind(self, index: int) -> tuple[bool, bool]:
-        """Return whether the layer has experts, and gated delta net in place of attention."""
+        """Return (whether the layer has experts, whether gated delta net replaces attention)."""
         return self.hf.is_moe_layer(index), index not in self.hf.attention_layers
 
     def forward_backward(self, padded_vocab: int) -> list[Item]:
@@ -205,9 +205,9 @@ class _Rank:
         broadcast, size = sync.transport == "broadcast", DEFAULT_BUCKET_BYTES
         if broadcast:
             size = sync.bucket_bytes or BUCKET_BYTES["nccl" if self.cuda else "gloo"]
-        # A tensor larger than a bucket has a bucket of its own.
+        # A tensor larger than a bucket gets a separate bucket.
         bucket = min(max(size, model.largest * e), model.parameters * e)
-        copies = 1 + (2 * tensor if tensor > 1 else 1)  # own shards, gathered shards, whole tensors
+        copies = 1 + (2 * tensor if tensor > 1 else 1)  # local shards, gathered shards, whole tensors
         items = [Item("export buckets", copies * bucket, f"{copies} x {bucket >> 20} MiB: shards, gathered, whole")]
         if broadcast:
             sent = min(max(size, model.largest * e * tensor), model.parameters * e * tensor)
@@ -221,7 +221,7 @@ class _Rank:
         return [Item("exchange of optimizer state", size, explanation)]
 
     def saved(self) -> list[Item]:
-        """Return the copy that a save makes on the host. A synchronous save copies weights tensor by tensor."""
+        """Return the host copy that a save makes. A synchronous save copies weights tensor by tensor."""
         if self.config.checkpoint.asynchronous:
             size = self.shard * (3 * FP32 + DTYPES[self.config.model.dtype].bytes)
             return [Item("checkpoint being written", size, "all that this rank saves, with checkpoint.asynchronous")]
@@ -238,7 +238,7 @@ class _Rank:
         return [item, *([self._host_copy()] if on_host else [])]
 
     def _exchanged(self) -> int:
-        """Return the bytes that a rank sends and receives at once. The dense and the expert optimizer take turns."""
+        """Return how many bytes a rank sends and receives at once. Dense and expert optimizers take turns."""
         from dppo_megatron.actor.checkpoint.optimizer_shards import EXCHANGE_BYTES, STATE_BYTES
 
         model = self.model

@@ -1,7 +1,7 @@
-"""Predicts the time of a step and the staleness of its tokens from lengths of responses, by simulating the run.
+"""Predicts step time and token staleness from response lengths, by simulating the run.
 
-The simulation follows the orchestrator's rules for beginning and storing a group (`orchestrator.staleness`). It treats
-the engines as a number of groups that are sampled at once, and the orchestrator as one worker that handles all bytes.
+The simulation follows the orchestrator's rules for starting and storing groups (`orchestrator.staleness`). It models
+engines as a number of groups that are sampled at once, and the orchestrator as one worker that handles all bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dppo_megatron.errors import ExpectedError
 from dppo_megatron.hf import HFModelConfig
 from dppo_megatron.orchestrator.staleness import StalenessBound
 
-REPEATS = 8  # draws of the lengths; the prediction is their mean
+REPEATS = 8  # draws of lengths; the prediction is the mean
 _SAMPLED, _SCORED, _PUBLISHED = range(3)
 
 
@@ -30,13 +30,13 @@ class LengthsError(ExpectedError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PaceSettings:
-    """Describes speeds and sizes of a run. A step of the trainer takes `train_s` for any lengths of responses."""
+    """Describes a run's speeds and sizes. A trainer step takes `train_s`, regardless of response lengths."""
 
     prompts_per_step: int
     concurrent: int  # groups sampled at once
     max_staleness: int
     steps: int
-    tokens_per_s: float  # sampling speed of one response
+    tokens_per_s: float  # sampling speed per response
     bytes_per_token: float  # size of a response token in a reply and in the bank
     store_bytes_per_s: float  # bytes that the orchestrator receives, scores and stores
     train_s: float
@@ -44,7 +44,7 @@ class PaceSettings:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Predicts seconds of one step and staleness, as means over the steps of a run and over several draws."""
+    """Contains predicted step seconds and staleness, as means over a run's steps and over several draws."""
 
     wait_s: float  # waiting for rollouts
     train_s: float  # reading, training and publishing
@@ -56,10 +56,10 @@ class Pace:
 
 
 def read_lengths(path: Path, group_size: int) -> list[np.ndarray]:
-    """Return the lengths of groups from a bank, a run's bank, or a text file with the lengths of a group in each line.
+    """Return response lengths by group from a bank, a run's bank, or a text file with a group in each line.
 
-    Lines with one length each are joined to groups of `group_size` in order. An incomplete last group is dropped.
-    Raises `LengthsError`, and `BankError` for a damaged bank.
+    If every line has a single length, each `group_size` lines in order form a group. An incomplete last group is
+    dropped. Raises `LengthsError`, and `BankError` for a damaged bank.
     """
     if path.is_dir():
         reader = BankReader(path / "bank" if (path / "bank").is_dir() else path)
@@ -90,7 +90,7 @@ def read_lengths(path: Path, group_size: int) -> list[np.ndarray]:
 def pace_settings(
     config: Config, hf: HFModelConfig, *, tokens_per_s: float, train_s: float, store_mb_per_s: float
 ) -> PaceSettings:
-    """Return the settings of a run of `config`, for its first 20 steps at most."""
+    """Return the pace settings for a run of `config`, for at most the first 20 steps."""
     rollout = config.rollout
     size = 12 + 8 * rollout.topk_logprobs  # ids, log-prob, version; top-K ids and log-probs
     if rollout.routing_replay and hf.moe is not None:
@@ -128,7 +128,7 @@ def pace_report(groups: list[np.ndarray], settings: PaceSettings) -> Iterator[st
 def predict(groups: Sequence[np.ndarray], settings: PaceSettings) -> Pace:
     """Simulate a run with lengths drawn with replacement from `groups`.
 
-    If there are exactly as many groups as the run needs, they are used once each, in their order.
+    If there are exactly as many groups as the run needs, each group is used once, in order.
     """
     num_groups = settings.steps * settings.prompts_per_step
     rng = np.random.default_rng(0)
@@ -140,7 +140,7 @@ def predict(groups: Sequence[np.ndarray], settings: PaceSettings) -> Pace:
 
 
 def _play(groups: list[np.ndarray], s: PaceSettings) -> tuple[float, float]:
-    """Return the seconds of a step in which the trainer waits, and the mean staleness of a token."""
+    """Return (seconds per step in which the trainer waits, mean token staleness)."""
     bound = StalenessBound(s.prompts_per_step, s.max_staleness)
     now = waited = 0.0
     busy_until = 0.0  # the orchestrator
@@ -151,7 +151,7 @@ def _play(groups: list[np.ndarray], s: PaceSettings) -> tuple[float, float]:
     published = [0.0]  # time of each version
     start_times: dict[int, float] = {}  # start times of groups that are being sampled or scored
     last_steps: dict[int, int] = {}  # last allowed step of each such group
-    finished: list[tuple[int, int, float]] = []  # last step, group, time at which it was begun
+    finished: list[tuple[int, int, float]] = []  # last step, group, start time
     while True:
         version = len(published) - 1
         while len(start_times) < s.concurrent:

@@ -13,7 +13,7 @@ from .ranks import RankModel
 
 
 def report(plan: LayoutPlan, advice: Sequence[Advice]) -> str:
-    """Return the figures of the run, the busiest rank item by item, the other stages, and whether the plan fits."""
+    """Format a plan: run totals, the busiest rank item by item, the other stages, and whether the plan fits."""
     return "\n".join([*_model(plan), "", *_rank(plan), "", *_stages(plan), *_verdict(plan, advice)])
 
 

@@ -24,7 +24,7 @@ Change = dict[str, Any]  # dotted setting -> value
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Describes the machines that a plan is made for."""
+    """Describes the machines that a plan targets."""
 
     nodes: int
     gpus_per_node: int
@@ -35,7 +35,7 @@ class Cluster:
         return self.nodes * self.gpus_per_node
 
     def need(self, memory: Memory) -> int:
-        """Return the bytes of a device that `memory` needs, with the libraries and the margin."""
+        """Return how many device bytes `memory` needs, including libraries and margin."""
         return memory.tensors + self.hardware.reserved_bytes + self.hardware.margin_bytes
 
     def fits(self, memory: Memory) -> bool:
@@ -44,10 +44,11 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class LayoutPlan:
-    """Contains the plan of a run.
+    """Contains a run's plan.
 
-    `stages` has one rank of each pipeline stage with its memory, and `busiest` is an index into `stages`. `engine` is
-    the memory of a serving GPU, or None on a CPU and if the run starts no engine.
+    `stages` has (rank model, memory) of a rank in each pipeline stage. `busiest` is the index of the rank to show: the
+    requested rank, by default the rank that needs most memory. `engine` is the memory of a serving GPU, or None on a
+    CPU or if the run starts no engine.
     """
 
     config: Config
@@ -80,7 +81,7 @@ class LayoutPlan:
 def make_plan(
     config: Config, cluster: Cluster, builder: RankBuilder, rank: int | None = None, *, source: str = "plan"
 ) -> LayoutPlan:
-    """Plan a run. `rank` is the rank to show; the default is a rank of the stage that needs most memory.
+    """Plan a run. `rank` is the rank to show, by default a rank in the stage that needs most memory.
 
     Raises ConfigError with every reason why the layout is impossible.
     """
@@ -141,7 +142,7 @@ def _notes(config: Config, cluster: Cluster) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Describes a change to the config: bytes saved on the busiest rank, whether the plan then fits, and its cost."""
+    """Describes a config change: bytes saved on the busiest rank, whether all ranks then fit, and the cost."""
 
     change: Change
     saves: int
@@ -153,10 +154,10 @@ class Advice:
 
 
 def advise(plan: LayoutPlan, builder: RankBuilder) -> list[Advice]:
-    """Return changes that save memory of trainer ranks, first the recommended change, then the others by rising cost.
+    """Return changes that save memory on trainer ranks: the recommended change first, then the others by rising cost.
 
-    Each change is tried on the plan. The recommended change is the cheapest that makes the plan fit. If no change makes
-    it fit, the change that saves most is recommended. The list is empty if the ranks fit.
+    Each change is tried on the plan. The recommended change is the cheapest that makes all ranks fit. If no change
+    does, the change that saves most is recommended. The list is empty if the ranks fit.
     """
     if plan.ranks_fit:
         return []

@@ -1,7 +1,7 @@
-"""Builds the real model of a rank on the meta device, in a fake process group of the full world size.
+"""Builds a rank's real model on the meta device, in a fake process group of the full world size.
 
-Megatron decides which layers and shards a rank has. The build runs in its own process, because Megatron's groups, the
-environment and a GPU of this machine belong to the process that makes the plan.
+Megatron decides which layers and shards a rank has. The build runs in a child process, because Megatron's groups, the
+environment and this machine's GPUs belong to the planning process.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RankModel:
-    """Lists the sizes of one rank's model in elements, which are the same for every rank of its pipeline stage."""
+    """Lists a rank's model sizes in elements. All ranks in a pipeline stage have equal sizes."""
 
     rank: int
     stage: int
-    chunks: tuple[tuple[int, ...], ...]  # global layer indices of each model chunk
+    chunks: tuple[tuple[int, ...], ...]  # global layer indices, by model chunk
     has_embedding: bool
     has_head: bool
     dense: int  # trained parameters, optimizer state sharded over data x context parallel ranks
     expert: int  # trained parameters, optimizer state sharded over expert-data parallel ranks
     frozen: int  # all other parameters
     buffers: int  # expert biases, fp32
-    largest: int  # elements of the largest parameter
+    largest: int  # elements in the largest parameter
     largest_trained: int
     gated: int  # trained gate and up projections, which Megatron merges when it loads them
-    dense_replicas: int  # ranks that share one copy of the dense optimizer state
+    dense_replicas: int  # ranks that share a copy of the dense optimizer state
     expert_replicas: int
     whole: dict[str, int]  # HF tensor -> elements on all ranks of the stage, from this rank's shapes
 
@@ -55,7 +55,7 @@ class RankModel:
 
 
 class RankBuilder:
-    """Builds ranks' models in a child process. A context manager; its exit ends the child."""
+    """Builds rank models in a child process. A context manager that ends the child process on exit."""
 
     def __init__(self) -> None:
         self._built: dict[tuple, list[RankModel]] = {}
@@ -68,7 +68,7 @@ class RankBuilder:
         self._pool.shutdown(cancel_futures=True)
 
     def build(self, config: Config, rank: int | None = None) -> list[RankModel]:
-        """Build one rank of each pipeline stage in order, including `rank` if given, in half a second each."""
+        """Build a rank of each pipeline stage in order, including `rank` if given, in half a second each."""
         key = (config.model.path, config.model.lora, config.parallel, rank)
         if key not in self._built:
             self._built[key] = self._pool.submit(build_ranks, config, rank).result()
@@ -82,7 +82,7 @@ def _without_gpus() -> None:
 def build_ranks(config: Config, rank: int | None) -> list[RankModel]:
     """Run `RankBuilder.build` in a process without torch.distributed, and shut torch.distributed down afterwards."""
     p = config.parallel
-    per_stage = p.world_size // p.pipeline  # pipeline stages are the slowest-varying part of a rank
+    per_stage = p.world_size // p.pipeline  # the pipeline stage varies slowest with the rank
     ranks = [stage * per_stage for stage in range(p.pipeline)]
     if rank is not None:
         ranks[rank // per_stage] = rank
@@ -150,7 +150,7 @@ def _gated(name: str) -> bool:
 
 
 def _whole(chunks: Sequence[nn.Module], hf: HFModelConfig, layout: Layout, ranks: ParallelRanks) -> dict[str, int]:
-    """Return the elements of every HF tensor of this stage, without the vocabulary's padding."""
+    """Return how many elements each HF tensor of this stage has, without vocabulary padding."""
     from dppo_megatron.hf import WeightMap
     from dppo_megatron.hf.megatron_model import infer_layout, named_weights
 
@@ -170,6 +170,6 @@ def _whole(chunks: Sequence[nn.Module], hf: HFModelConfig, layout: Layout, ranks
         names = [tensor.name for tensor in entry.hf]
         shapes = [math.prod(tensor.shape) for tensor in entry.hf]
         for n, s in zip(names, shapes, strict=True):
-            # A tensor that stacks experts gets a share from each of them.
+            # A tensor that stacks experts gets a share from each expert.
             whole[n] = copies * numel * s // sum(shapes) + (whole.get(n, 0) if entry.stacks_experts else 0)
     return whole

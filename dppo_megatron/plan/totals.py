@@ -21,15 +21,15 @@ from .ranks import RankModel
 
 _BANK = ("bank_bytes_per_step", "bank_bytes", "kept_bank_bytes")
 _TEXT_BYTES = 8  # bytes of text per token; assumed
-_SAMPLE_BYTES = 256  # bytes of a sample's sizes, checksums and reward, in the blob's metadata or the index line
-_GROUP_BYTES = 1024  # the same for a group, including its share of begin and end lines
+_SAMPLE_BYTES = 256  # sizes, checksums and reward of a sample, in the blob's metadata or the index line
+_GROUP_BYTES = 1024  # likewise for a group, including a share of begin and end lines
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Contains exact counts of parameters, and upper limits of batches and disk.
+    """Contains exact parameter counts, and upper limits for batches and disk.
 
-    The limits hold for responses of the maximal length.
+    The limits assume responses of maximal length.
     """
 
     parameters: int  # all that Hugging Face stores, without multi-token prediction layers
@@ -39,12 +39,12 @@ class Totals:
     micro_batches_per_update: int  # on each rank
     flops_per_update: int  # model FLOPs of all ranks, as throughput/mfu counts them
     checkpoint_bytes: int
-    published_bytes: int  # one policy version; 0 where nothing is published
+    published_bytes: int  # per policy version; 0 if nothing is published
     bank_bytes_per_step: int
     bank_bytes: int  # size after the whole run
     kept_bank_bytes: int  # largest size with checkpoint.keep_rollouts; 0 if it is not set
     evaluations: int
-    answer_bytes: Mapping[str, int]  # set -> bytes of the answers to one prompt in one evaluation
+    answer_bytes: Mapping[str, int]  # set -> bytes of the answers to a prompt in an evaluation
 
 
 def totals(hf: HFModelConfig, config: Config, ranks: Sequence[RankModel]) -> Totals:
@@ -56,7 +56,7 @@ def totals(hf: HFModelConfig, config: Config, ranks: Sequence[RankModel]) -> Tot
     longest = prompt + r.max_response_tokens
     tokens = sequences * longest
     work = Work(tokens, tokens * (longest + 1) // 2, sequences * r.max_response_tokens)
-    # A checkpoint has the trained weights in the model's dtype, and fp32 parameters and two moments of the optimizer.
+    # A checkpoint has trained weights in the model's dtype, and the optimizer's fp32 parameters and two moments.
     saved = parameters
     if config.model.lora.r:
         saved = sum(math.prod(shape) for shape in adapter_shapes(hf, config.model.lora).values())
@@ -103,7 +103,7 @@ def _active(hf: HFModelConfig, parameters: int) -> int:
 
 
 def bank_disk(hf: HFModelConfig, config: Config) -> dict[str, int]:
-    """Return the bank's bytes by field of `Totals`, for prompts and responses of the maximal length."""
+    """Return the bank's `Totals` fields in bytes, for prompts and responses of maximal length."""
     r, longest = config.rollout, [config.rollout.max_response_tokens] * config.rollout.group_size
     routing = None
     if r.routing_replay and hf.moe is not None:
@@ -128,10 +128,10 @@ def bank_disk(hf: HFModelConfig, config: Config) -> dict[str, int]:
 
 
 def kept_steps(c: CheckpointConfig, max_staleness: int, steps: int) -> int:
-    """Return the largest number of steps on the disk at once with `checkpoint.keep_rollouts` (0 if it is not set).
+    """Return how many steps are on disk at most with `checkpoint.keep_rollouts`, which counts as 0 if it is not set.
 
-    Until a checkpoint is complete, the steps since the oldest kept checkpoint stay. Steps sampled in advance and the
-    current step are added, because old data is deleted only when the first group of a step is written.
+    Until a checkpoint is complete, all steps since the oldest kept checkpoint stay. Steps sampled in advance and the
+    current step are added, because old data is deleted only when a step's first group is written.
     """
     if not c.every:
         return steps

@@ -1,1 +1,1 @@
-"""Checks the nodes of a run in seconds, before a model loads. Every failure names its node."""
+"""Checks a run's nodes in seconds, before a model loads. A failure names the faulty node if it is known."""

@@ -1,4 +1,4 @@
-"""Finds problems and the faulty nodes, by pure functions of the processes' reports."""
+"""Finds problems and faulty nodes in the processes' reports, by pure functions."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class NodeFinding:
 
 @dataclass(slots=True)
 class Reported:
-    """Collects the lines that one process has reported so far."""
+    """Collects the lines that a process has reported so far."""
 
     node: str
     stage: str = STARTING
     facts: dict[str, Any] = field(default_factory=dict)
-    groups: dict[str, dict[str, Any]] = field(default_factory=dict)  # joined groups; with `wrong` or `error` once left
+    groups: dict[str, dict[str, Any]] = field(default_factory=dict)  # joined groups; `wrong` or `error` after leaving
 
     def add(self, facts: dict[str, Any]) -> None:
         if group := facts.get("joins") or facts.get("left"):
@@ -53,14 +53,14 @@ Tasks = Mapping[str, Reported]
 def findings(tasks: Tasks, groups: Mapping[str, Sequence[str]], ended: Mapping[str, str]) -> list[NodeFinding]:
     """Return the findings of all processes.
 
-    groups: names of the members of each group, in the order of the checks. ended: node -> how a process there ended.
+    groups: member names of each group, in the order of checks. ended: node -> how a process there ended.
     """
     ends = [NodeFinding(f"a process there ended: {reason}", (node,)) for node, reason in ended.items()]
     return [*_node_findings(tasks), *(ends or _late_findings(tasks) or _group_findings(tasks, groups))]
 
 
 def _node_findings(tasks: Tasks) -> Iterator[NodeFinding]:
-    """Return problems of single nodes: reported ones, shared GPUs, and values that differ from most other nodes'."""
+    """Yield problems of single nodes: reported problems, shared GPUs, and values that differ from most other nodes."""
     nodes: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)  # an ordered set of nodes for each text
     users: dict[tuple[str, str], list[str]] = defaultdict(list)  # ranks of each GPU
     same: dict[str, dict[str, str]] = defaultdict(dict)
@@ -90,7 +90,10 @@ def _node_findings(tasks: Tasks) -> Iterator[NodeFinding]:
 
 
 def _late_findings(tasks: Tasks) -> list[NodeFinding]:
-    """Return processes that failed or never reached the groups; if rank 0 has no store, only rank 0."""
+    """Return processes that failed or never reached the groups.
+
+    Processes that wait for rank 0's store are left out if rank 0 or a process at an earlier stage is late.
+    """
     late_tasks = {
         name: task for name, task in tasks.items() if task.stage not in (READY, DONE) or "error" in task.facts
     }
@@ -106,7 +109,7 @@ def _late_findings(tasks: Tasks) -> list[NodeFinding]:
 
 
 def _group_findings(tasks: Tasks, groups: Mapping[str, Sequence[str]]) -> Iterator[NodeFinding]:
-    """Return the groups that ended with a wrong result or with none, if all processes have met."""
+    """Yield the groups that ended with a wrong result or without a result, if all processes have met."""
     worked: set[str] = set()  # nodes of groups that worked between nodes
     failures = {}
     for group, members in groups.items():

@@ -1,4 +1,4 @@
-"""Lists the process groups to check: the groups of a layout, without Megatron, and the group of a broadcast."""
+"""Lists the process groups to check: the layout's groups, without Megatron, and the broadcast group."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ KEEPER = "rank-0"  # hosts the store at which all processes meet
 
 
 def checked_groups(config: Config, per_node: int, size: int) -> dict[str, list[str]]:
-    """Return the names of the members of each group, in the order of the checks.
+    """Return the member names of each group, in the order of checks.
 
-    size: number of all processes, also on serving nodes. Example: {"tensor 0": ["rank-0", "rank-1"], ..., "weights":
+    size: number of all processes, including serving nodes. Example: {"tensor 0": ["rank-0", "rank-1"], ..., "weights":
     ["rank-0", "serving-0"]}.
     """
     groups = process_groups(config.parallel, per_node)
@@ -25,10 +25,10 @@ def checked_groups(config: Config, per_node: int, size: int) -> dict[str, list[s
 
 
 def process_groups(parallel: ParallelConfig, per_node: int) -> dict[str, list[int]]:
-    """Return the groups of more than one rank, in the order in which they are checked.
+    """Return the groups that have several ranks, in the order of checks.
 
     World 4 with tensor 2: {"tensor 0": [0, 1], "tensor 1": [2, 3], "data 0": [0, 2], "data 1": [1, 3], ...}.
-    Beyond two nodes, pairs of neighbouring nodes come first: a node that fails in both of its pairs is at fault.
+    Beyond two nodes, pairs of neighboring nodes come first: a node that fails in both pairs is at fault.
     """
     p, ranks = parallel, np.arange(parallel.world_size)
     dense = ranks.reshape(p.pipeline, -1, p.context, p.tensor)

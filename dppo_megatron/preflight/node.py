@@ -1,4 +1,4 @@
-"""Checks the node of one process: its GPU, its limits, and the run's files."""
+"""Checks a process's node: GPUs, limits, and the run's files."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ NVIDIA_SMI_S = 7.0
 VISIBLE_S, POLL_S = 4.0, 0.2  # a network file system may show another node's file later
 WRITTEN_BYTES, SLOW_MB_PER_S, MOST_USED_MIB = 32 << 20, 50.0, 4096
 OLDEST_DRIVER = {"12": 525, "13": 580}  # major CUDA version of torch -> driver
-TOKEN = ".preflight-"  # begins the names of files in the run directory
+TOKEN = ".preflight-"  # prefix of file names in the run directory
 
 
 @dataclass(slots=True)
 class Observed:
-    problems: list[str] = field(default_factory=list)  # if all nodes have one, no node is at fault
-    faults: list[str] = field(default_factory=list)  # this node is at fault, so another one may help
+    problems: list[str] = field(default_factory=list)  # if all nodes have a problem, no node is at fault
+    faults: list[str] = field(default_factory=list)  # this node is at fault, so another node may help
     warnings: list[str] = field(default_factory=list)
     same: dict[str, str] = field(default_factory=dict)  # values that must be equal on all nodes
     gpu: str = ""  # UUID
 
 
 def gpu_rows(out: Observed) -> list[list[str]]:
-    """Return index, UUID, name, driver and used MiB of each GPU. After an error, add it to `out` and return none."""
+    """Return [index, UUID, name, driver, used MiB] of each GPU. On an error, add it to `out` and return no rows."""
     try:
         return nvidia_smi("index,uuid,name,driver_version,memory.used", NVIDIA_SMI_S)
     except FileNotFoundError:
@@ -55,9 +55,9 @@ def look_at_gpus(out: Observed, first: int, cuda: str | None, *, trains: bool) -
 
 
 def judge_gpu(out: Observed, rows: Sequence[Sequence[str]], local_rank: int, cuda: str | None, *, trains: bool) -> None:
-    """Check the GPU of the process `local_rank`; a task that Slurm bound to a GPU sees only that one.
+    """Check the GPU of process `local_rank`. A task that Slurm bound to a GPU sees only that GPU.
 
-    cuda: the CUDA version of torch.
+    cuda: torch's CUDA version.
     """
     names = gpu_names(rows)
     gpu = names[0] if len(names) == 1 else dict(enumerate(names)).get(local_rank)
@@ -85,7 +85,7 @@ def look_at_limits(out: Observed) -> None:
 def look_at_files(out: Observed, config: Config, token: str, name: str, *, trains: bool) -> None:
     """Check that this node sees the driver's file in the run directory, the model and the data.
 
-    Also measures how fast it writes to the run directory.
+    Also measures how fast the node writes to the run directory.
     """
     root, data = config.run.dir, config.data
     paths = {config.model.path, config.model.start, *([data.train, data.eval, config.rollout.bank] if trains else [])}

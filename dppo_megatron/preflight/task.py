@@ -1,4 +1,4 @@
-"""Runs the checks of one process, as a trainer rank or on a serving node, and reports stages as lines of JSON.
+"""Runs a process's checks, as a trainer rank or on a serving node, and reports stages as JSON lines.
 
 The command that started all processes reads the lines (`watch`). Missing lines show a process that hangs or that sees
 no shared directory.
@@ -23,7 +23,7 @@ from .groups import KEEPER, PAIRS, WEIGHTS, checked_groups
 from .node import Observed, look_at_files, look_at_gpus, look_at_limits
 
 MARK = "preflight "
-# The stages, in order. Each name describes the next action of the process.
+# The stages, in order. Each name describes the process's next action.
 STARTING, STARTED = "starting", "importing torch"
 IMPORTED, LOOKED = "looking at GPUs, the model, the data and run.dir", "waiting for the store of rank 0"
 READY, DONE = "in the process groups", "done"
@@ -31,13 +31,13 @@ COLUMNS = 1024  # each member sends this many numbers in a collective
 
 
 def silence_timeout_s(size: int) -> float:
-    """Return the silence, in seconds, after which late ones of `size` processes count as lost."""
+    """Return after how many seconds of silence late processes count as lost, if there are `size` processes."""
     return 9.0 + size / 16
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlace:
-    """Describes the position of one process: trainer rank `rank`, or number `rank` of the serving processes."""
+    """Describes a process's position: trainer rank `rank`, or serving process number `rank`."""
 
     rank: int
     gpu: int  # index among its node's visible GPUs
@@ -54,7 +54,7 @@ class ProcessPlace:
 def run_place(config_file: Path, place: ProcessPlace, address: Callable[[Config], str]) -> int:
     """Report every stage on standard output; always return 0.
 
-    address: returns this process's own address, as others reach it.
+    address: returns this process's address, as other processes reach it.
     """
 
     def report(**facts: Any) -> None:
@@ -82,7 +82,7 @@ def _check(config: Config, place: ProcessPlace, address: str, report: Callable[.
         if torch.version.cuda and not cuda:
             out.faults.append("torch sees no GPU")
         look_at_gpus(out, place.gpu, torch.version.cuda, trains=not place.serves)
-        if place.serves and s.heterogeneous:  # its nodes may be of another kind
+        if place.serves and s.heterogeneous:  # serving nodes may be of another kind
             out.same.clear()
         report()  # shows that the process is alive
     if place.serves or place.rank % place.per_node == 0:
@@ -116,7 +116,7 @@ def _check(config: Config, place: ProcessPlace, address: str, report: Callable[.
 
 
 def _all_reduce(store: Any, rank: int, members: int, device: Any, address: str, timeout_s: float) -> list[int]:
-    """Sum a row of each member over the group. Return the members with wrong rows."""
+    """Sum a row from each member over the group. Return the members with wrong rows."""
     import torch
 
     from dppo_megatron.weights.process_group import new_group
@@ -129,7 +129,7 @@ def _all_reduce(store: Any, rank: int, members: int, device: Any, address: str, 
 
 
 def wrong_rows(values: Any) -> list[int]:
-    """Return the rows of `values` [members, COLUMNS] that are not their own number, counted from 1."""
+    """Return the indices of rows in `values` [members, COLUMNS] that differ from index + 1."""
     return [row for row, columns in enumerate(values.cpu()) if not bool((columns == row + 1).all())]
 
 

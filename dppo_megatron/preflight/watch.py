@@ -1,4 +1,4 @@
-"""Reads the reports of a preflight's processes while they make progress, and derives the result."""
+"""Reads the reports of preflight processes while they make progress, and derives the result."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _ENDED = re.compile(r"error: (?:(\S+): tasks? [\d,-]+: (.+)|Task launch for .* f
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """Contains the result of a preflight."""
+    """Contains a preflight's result."""
 
-    nodes: dict[str, dict[str, str]]  # values of each node that are compared between nodes
+    nodes: dict[str, dict[str, str]]  # node -> values that are compared between nodes
     findings: list[NodeFinding]
     seconds: float
 
@@ -63,8 +63,9 @@ def run_preflight(
 ) -> Preflight | None:
     """Run the checks; return the result, and write it to RUN/preflight.json and the log. None once `stopped`.
 
-    places: names of the processes and their nodes. plans: start all of them, with their output in the run's log
-    `preflight`. token: part of the name of a file that they look for in the run directory.
+    - places: process name -> node
+    - plans: start all processes, with output in the run's log `preflight`
+    - token: part of the name of a file that processes look for in the run directory
     """
     run = RunDir(config.run.dir)
     log, file, started = run.log("preflight"), run.root / f"{TOKEN}{token}", list[ProcessT]()
@@ -86,10 +87,10 @@ def run_preflight(
 def _watch(
     config: Config, tasks: Tasks, log: Path, offset: int, processes: Sequence[Process], stopped: Callable[[], bool]
 ) -> Preflight | None:
-    """Return when all processes are done or have ended, or when the remaining ones are silent for too long."""
+    """Return when all processes are done or have ended, or when the remaining processes are silent for too long."""
     ended: dict[str, str] = {}
     began = heard = time.monotonic()
-    timeout, half_s = silence_timeout_s(len(tasks)), None  # time after which half of them had imported torch
+    timeout, half_s = silence_timeout_s(len(tasks)), None  # when half of the processes had imported torch
     while not stopped():
         time.sleep(POLL_S)
         running = any(process.poll() is None for process in processes)
@@ -121,7 +122,7 @@ def _watch(
             nodes: dict[str, dict[str, str]] = {}
             for task in tasks.values():
                 nodes.setdefault(task.node, {}).update(task.facts.get("same", {}))
-            if len(nodes) == 1 and not ended:  # without srun, only the exit codes show it
+            if len(nodes) == 1 and not ended:  # without srun, only exit codes show ended processes
                 ended = {node: exit_reason(code) for node in nodes for process in processes if (code := process.poll())}
             return Preflight(nodes, findings(tasks, groups, ended), round(now - began, 1))
     return None

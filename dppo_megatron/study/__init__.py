@@ -1,5 +1,5 @@
 """Implements `dppo-megatron study`, which trains a config with methods, conditions and seeds and tabulates the runs.
 
 `grid` reads the study file and names every run. `runner` trains the runs that have no row yet. `rows` stores the rows,
-`verdicts` computes their intervals, and `study_report` draws both. See docs/study.md.
+`verdicts` computes intervals, and `study_report` writes tables and curves. See docs/study.md.
 """

@@ -1,4 +1,4 @@
-"""Reads the study file, and builds the config of each of its runs."""
+"""Reads the study file, and builds a config for each run."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from dppo_megatron.config.section import CountFromZero, FilePath, Section
 from dppo_megatron.objectives.settings import nearest
 from dppo_megatron.observability.names import METRICS
 
-Settings = dict[str, Any]  # dotted name of a setting -> its value
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,60}$")]  # a directory has this name
+Settings = dict[str, Any]  # dotted setting name -> value
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,60}$")]  # also names a directory
 
 
 class StudyFile(Section):
@@ -40,7 +40,7 @@ class StudyFile(Section):
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Describes one run of the study."""
+    """Describes a study run."""
 
     method: str
     condition: str
@@ -60,10 +60,10 @@ class Study:
 
 
 def read_study(path: Path, directory: Path) -> Study:
-    """Build all runs, each with its checked config and a run directory below `directory`.
+    """Build all runs, each with a checked config and a run directory below `directory`.
 
     The seed varies slowest, so a stopped study has every method for some seeds. Raises `ConfigError` with every
-    violation of the study file, or of the first invalid run.
+    violation in the study file, or in the first invalid run.
     """
     tree, problems = read_tree(path)
     if {"run", "model"} & tree.keys():
@@ -120,7 +120,7 @@ def overrides(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _hash(config: Config) -> str:
-    """Hash the settings that are not defaults, so that a new setting of a later version keeps stored hashes valid."""
+    """Hash the settings that are not defaults, so that stored hashes stay valid when a later version adds a setting."""
     tree = config.model_dump(mode="json", exclude_defaults=True)
     del tree["run"]["dir"]
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Stores a finished run as a row with its result, whether it collapsed, and its masked share."""
+"""Stores a finished run as a row with the result, whether the run collapsed, and the masked share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS = "rows"
 
 @dataclass(frozen=True, slots=True)
 class StudyRow:
-    """Contains one run. `curve` has (step, value) pairs of the study's metric. Values not recorded are None."""
+    """Contains a run's result. `curve` has (step, value) pairs of the study metric. Unrecorded values are None."""
 
     method: str
     condition: str
@@ -33,12 +33,15 @@ class StudyRow:
     masked_share: float | None
     mismatch_kl: float | None
     seconds: float
-    error: str  # last line of the log of a failed run
+    error: str  # last log line of a failed run
     curve: tuple[tuple[int, float], ...]
 
 
 def make_row(cell: Cell, file: StudyFile, *, failed: str | None, seconds: float) -> StudyRow:
-    """Return the row of an ended run; `failed` is the reason of a failure. Raises `ReportError` without the metric."""
+    """Return the row of an ended run. `failed` is why it failed, or None.
+
+    Raises `ReportError` if a completed run did not record the metric.
+    """
     try:
         history = load_history(cell.config.run.dir, cell.name)
     except ReportError:
@@ -75,18 +78,18 @@ def _recovered(values: Sequence[float], share: float) -> bool:
 
 
 def read_rows(directory: Path) -> list[StudyRow]:
-    """Read all rows, sorted by name. Raises `DamagedFile` naming a file that is not a row."""
+    """Read all rows, sorted by name. Raises `DamagedFile` with the path of a file that is not a row."""
     return [parse_as(StudyRow, path.read_bytes(), path) for path in sorted((directory / ROWS).glob("*.json"))]
 
 
 def add_row(directory: Path, row: StudyRow) -> None:
-    """Write the row to its own file, because the tasks of a job array write concurrently."""
+    """Write the row to a separate file, because job array tasks write concurrently."""
     (directory / ROWS).mkdir(parents=True, exist_ok=True)
     write_json(directory / ROWS / f"{row.method}--{row.condition}--seed-{row.seed}.json", asdict(row))
 
 
 def write_tables(directory: Path, rows: list[StudyRow]) -> None:
-    """Write all rows, without their curves, to table.csv and table.parquet."""
+    """Write all rows, without curves, to table.csv and table.parquet."""
     import pyarrow
     from pyarrow import csv, parquet
 

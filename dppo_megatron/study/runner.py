@@ -1,4 +1,4 @@
-"""Trains the runs of a study that have no row yet, one after the other, on a shared engine where possible."""
+"""Trains the study runs that have no row yet, one after the other, on a shared engine where possible."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .grid import Cell, Study
 from .rows import add_row, make_row, read_rows
 
 POLL_S = 0.2
-# Engines do not depend on these sections. Runs that differ in another section have their own engines.
+# Engines do not depend on these sections. Runs that differ in another section use separate engines.
 NOT_THE_ENGINES = ("run", "objective", "optimizer", "train", "acceptance", "checkpoint", "eval", "tracking", "reward")
 
 
@@ -50,7 +50,7 @@ def missing(study: Study, directory: Path) -> list[Cell]:
 
 
 def run_study(study: Study, directory: Path, say: Callable[[str], None], only: int | None = None) -> None:
-    """Train the missing runs and add their rows. `only` is the number of a single run, from 0, for a job array.
+    """Train the missing runs and add their rows. `only` selects a single run by number, from 0, for a job array.
 
     A failed run gets a row as well. A stopped run continues from its checkpoint. Raises `EngineStartError` when a
     shared engine does not start.
@@ -91,7 +91,7 @@ def _by_engine(study: Study, cells: Sequence[Cell]) -> list[list[Cell]]:
 
 @contextmanager
 def _shared_engine(cells: Sequence[Cell], directory: Path, say: Callable[[str], None]) -> Iterator[list[str]]:
-    """Yield the settings with which runs use shared engines, or no settings if each run starts its own."""
+    """Yield the settings that make runs use shared engines, or no settings if each run starts engines itself."""
     config = cells[0].config
     if len(cells) == 1 or config.weight_sync.transport != "shared_storage":
         yield []
@@ -108,12 +108,12 @@ def _shared_engine(cells: Sequence[Cell], directory: Path, say: Callable[[str], 
 
 
 def _train(cell: Cell, settings: Sequence[str]) -> str | None:
-    """Train a run to its end, and return the reason of a failure or None."""
+    """Train a run to the end. Return why it failed, or None."""
     run = RunDir(cell.config.run.dir)
     resume = run.checkpoint_step is not None
     with run.take():  # a running run is an error, not a row
         if not resume:
-            shutil.rmtree(run.root, ignore_errors=True)  # stopped before its first checkpoint
+            shutil.rmtree(run.root, ignore_errors=True)  # stopped before the first checkpoint
     run.make()
     config = run.root / "study-config.yaml"
     save_resolved(cell.config, config)

@@ -1,4 +1,4 @@
-"""Reports a study from its stored rows as a table with intervals and curves with bands over seeds."""
+"""Reports a study's stored rows as a table with intervals, and as curves with bands over seeds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ METHODS_IN_A_PANEL = 5
 
 
 def write_report(file: StudyFile, directory: Path) -> Path:
-    """Write report.md and curves.png, and return the path of report.md. Raises `ReportError` without a row."""
+    """Write report.md, curves.png and the tables, and return the report.md path. Raises `ReportError` without rows."""
     rows = read_rows(directory)
     if not rows:
         raise ReportError(f"{directory}: no run of the study has ended there")
@@ -68,7 +68,7 @@ def _lines(file: StudyFile, rows: Sequence[StudyRow]) -> Iterator[str]:
 
 
 def _comparison(rows: Sequence[StudyRow], method: str, reference: str, condition: str) -> tuple[str, str]:
-    """Return where the method ended, and its difference to the reference."""
+    """Return as text: (where the method ended, how it differs from the reference)."""
     ended = list(finals(rows, method, condition).values())
     apart = None if method == reference else difference(rows, method, reference, condition)
     reached = _shown(estimate(ended)) if len(ended) > 2 else ", ".join(f"{value:.3f}" for value in ended)
@@ -88,7 +88,7 @@ def _mean(values: Sequence[float | None], form: str) -> str:
 
 
 def _draw(file: StudyFile, rows: Sequence[StudyRow], path: Path) -> None:
-    """Draw a panel for each condition, or for each of many methods, with the first method in grey."""
+    """Draw a panel for each condition, and with many methods for each method, with the first method in gray."""
     from matplotlib.figure import Figure  # unlike pyplot, this needs no display and has no global state
 
     reference, *other_methods = file.methods

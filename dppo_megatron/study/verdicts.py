@@ -1,4 +1,4 @@
-"""Computes means with intervals over seeds, differences of methods paired by seed, and p-values of several claims."""
+"""Computes means with intervals over seeds, method differences paired by seed, and p-values for several claims."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(values: Sequence[float]) -> Estimate | None:
-    """Return the mean with its 95 % interval of Student's t, or None for fewer than three values.
+    """Return the mean with the 95 % interval of Student's t, or None for fewer than three values.
 
     Example: [0.1, 0.2, 0.3] gives 0.2 [-0.048, 0.448].
     """
@@ -53,7 +53,7 @@ def finals(rows: Sequence[StudyRow], method: str, condition: str) -> dict[int, f
 
 
 def difference(rows: Sequence[StudyRow], method: str, reference: str, condition: str) -> Estimate | None:
-    """Estimate the difference of two methods over the seeds that both have."""
+    """Estimate the difference between two methods over the seeds that both have."""
     ours, theirs = finals(rows, method, condition), finals(rows, reference, condition)
     return estimate([ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())])
 
@@ -61,9 +61,8 @@ def difference(rows: Sequence[StudyRow], method: str, reference: str, condition:
 def student_p(values: Sequence[float], margin: float | None = None) -> float:
     """Return the two-sided p-value of Student's t for a mean of 0. Needs two or more values.
 
-    With `margin` it returns the p-value for equality instead, which is the larger p-value of the two one-sided tests
-    that the mean is outside +- margin (TOST). Example: [0.1, 0.2, 0.3] has t = 3.46 with 2 degrees of freedom, p =
-    0.074.
+    With `margin`, return the p-value for equality instead (TOST): the larger p-value of the two one-sided tests that
+    the mean is outside +- margin. Example: [0.1, 0.2, 0.3] has t = 3.46 with 2 degrees of freedom, p = 0.074.
     """
     from mpmath import betainc
 
@@ -77,7 +76,7 @@ def student_p(values: Sequence[float], margin: float | None = None) -> float:
 
 
 def holm(ps: Mapping[int, float], tests: int) -> dict[int, float]:
-    """Adjust p-values for `tests` tests. A test without a p-value counts as 1.
+    """Adjust p-values for `tests` tests by Holm's method. A missing p-value counts as 1.
 
     Example: {0: 0.04, 1: 0.01} of 3 tests gives {0: 0.08, 1: 0.03}.
     """

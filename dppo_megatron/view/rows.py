@@ -1,4 +1,4 @@
-"""Builds the table: a row for each sample, from the index of the bank, and for each answer of an evaluation."""
+"""Builds the table: a row for each sample in the bank index, and for each evaluation answer."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from dppo_megatron.trainer.step_samples import StepSamples
 
 from .source import Source
 
-ANSWER_BYTES = 16 << 20  # limit for the files of all evaluations, beyond which every n-th prompt is shown
+ANSWER_BYTES = 16 << 20  # limit for all evaluation files, beyond which every n-th prompt is shown
 _MOST_BYTES = 4 << 30
 
-# `set` is 0 for training, else the number of the evaluation's set. `source` is the number of the group or of the file
-# of answers, and `item` the number of the prompt in that file. `step` counts from 1; for an evaluation it is the
-# policy's version. `prompt` is the index in the prompt order. `row` is the line of the prompt file, or that index in
-# evaluations.
+# set: 0 for training, else the evaluation set number
+# source: group or answer file number; item: prompt number in the answer file
+# step: from 1; for evaluations, the policy version
+# prompt: index in the prompt order
+# row: prompt file line; for evaluations, equals `prompt`
 ROW = np.dtype(
     [(name, np.uint8) for name in ("set", "truncated", "failed")]
     + [(name, np.int32) for name in ("source", "item", "sample", "step", "prompt", "row", "tokens", "version")]
@@ -34,15 +35,15 @@ ROW = np.dtype(
 
 @dataclass
 class AnswerRows:
-    """Contains the rows of evaluations, the names of their sets, and the records of each file."""
+    """Contains evaluation rows, evaluation set names, and the records of each answer file."""
 
-    rows: np.ndarray  # of ROW
+    rows: np.ndarray  # dtype ROW
     sets: list[str] = field(default_factory=list)
     files: list[list[dict[str, Any]]] = field(default_factory=list)
 
 
 def training_rows(source: Source, config: Config | None) -> tuple[np.ndarray, list[BankEntry]]:
-    """Return the rows of the bank [N] of ROW, and its groups."""
+    """Return the bank's (rows [N] of dtype ROW, groups)."""
     blocks: list[np.ndarray] = []
     entries: list[BankEntry] = []
     for step, step_entries in source.groups_of_steps():
@@ -54,7 +55,7 @@ def training_rows(source: Source, config: Config | None) -> tuple[np.ndarray, li
             rows["advantage"], rows["tokens"] = advantages, entry.sampled
             rows["truncated"], rows["failed"] = entry.truncated, entry.reward_failed
             rows["version"] = entry.min_version
-            # Step s trains weights of version s - 1, or newer ones, on its batch.
+            # Step s trains weights of version s - 1 or newer.
             rows["staleness"] = step - 1 - entry.min_version if source.is_run else np.nan
             blocks.append(rows)
             entries.append(entry)
@@ -62,7 +63,7 @@ def training_rows(source: Source, config: Config | None) -> tuple[np.ndarray, li
 
 
 def _advantages(entries: list[BankEntry], config: Config | None) -> list[np.ndarray]:
-    """Return the trainer's advantages of every sample of a step. Of advantages by turn it returns the first turn's."""
+    """Return the trainer's advantage of every sample in a step. With advantages by turn, return the first turn's."""
     if config is not None and len(entries) == config.rollout.prompts_per_step:
         try:
             advantages = list(StepSamples.from_entries(entries, config).advantages[:, :, 0])
@@ -103,7 +104,7 @@ class _AnsweredPrompt:
 
 
 def answer_rows(source: Source) -> AnswerRows:
-    """Read the files `answers/SET/vNNNNNN.jsonl` of a run, without lines that are not answers."""
+    """Read a run's `answers/SET/vNNNNNN.jsonl` files, and skip lines that are not answers."""
     paths = sorted(RunDir(source.root).answers.glob("*/v*.jsonl")) if source.is_run else []
     paths = [path for path in paths if path.stem[1:].isdecimal()]
     stride = -(-sum(path.stat().st_size for path in paths) // ANSWER_BYTES) or 1

@@ -24,15 +24,15 @@ class ViewError(ExpectedError, ValueError):
 
 @dataclass
 class Source:
-    """Represents a run, or only a bank, in the directory `root`."""
+    """Represents a run, or only a bank, in directory `root`."""
 
     root: Path
     is_run: bool
     history: History
     bank: Path
     notes: list[str] = field(default_factory=list)  # missing or unreadable parts, for the page
-    lost: list[str] = field(default_factory=list)  # the error of each group that could not be read
-    missing: dict[int, str] = field(default_factory=dict)  # number of a group -> why the page lacks its tokens
+    lost: list[str] = field(default_factory=list)  # error of each unreadable group
+    missing: dict[int, str] = field(default_factory=dict)  # group number -> why the page lacks the group's tokens
 
     @classmethod
     def open(cls, root: Path) -> Source:
@@ -53,7 +53,7 @@ class Source:
         return cls(root, True, history, bank, notes)
 
     def config(self) -> Config | None:
-        """Return the run's config, or None if it is absent or invalid for this version of the package."""
+        """Return the run's config, or None if it is absent or invalid in this package version."""
         if not self.is_run:
             return None
         try:
@@ -63,9 +63,9 @@ class Source:
             return None
 
     def groups_of_steps(self) -> Iterator[tuple[int, list[BankEntry]]]:
-        """Yield (step from 1, its groups in training order), reading only the index.
+        """Yield (step from 1, groups in training order) for each shown step. Reads only the bank index.
 
-        A step of a run trains on `rollout.prompts_per_step` groups. A bank without a run has a segment for each step.
+        A run's step trains on `rollout.prompts_per_step` groups. A bank without a run has a segment for each step.
         """
         reader = self.reader = BankReader(self.bank)
         try:
@@ -88,7 +88,7 @@ class Source:
                 self.lost += [str(error)] * (pieces[number][1] - pieces[number][0])
 
     def _select(self, pieces: list[tuple[int, int]]) -> list[int]:
-        """Return the numbers of the steps to show."""
+        """Return the indices of steps to show."""
         if not pieces:
             return []
         try:

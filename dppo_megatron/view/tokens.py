@@ -1,6 +1,6 @@
-"""Packs groups with all their tokens for the page, up to a size limit, and makes the excerpts of the table.
+"""Packs groups with all tokens for the page, up to a size limit, and makes the table's excerpts.
 
-The tokens have the values that the trainer stored (`tracking.token_sequences`) in the files of `trainer/token_log.py`.
+Tokens come with the values that the trainer stored in files (`tracking.token_sequences`, `trainer/token_log.py`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from dppo_megatron.types import POLICY, RolloutGroup
 
 from .source import Source
 
-TOKEN_BYTES, TOKEN_SAMPLES = 48 << 20, 20_000  # limits for the groups of the page: bytes before compression, samples
+TOKEN_BYTES, TOKEN_SAMPLES = 48 << 20, 20_000  # limits for groups on the page: bytes before compression, samples
 _SEED = 0
 _LARGEST_ID = 1 << 22  # upper limit of token ids with a text
 _USER = re.compile(r"<\|im_start\|>user|<\|start_header_id\|>user<\|end_header_id\|>")
 EXCERPT = 160  # characters of a prompt or response in the table
 VALUES = ("logprob", "entropy", "divergence", "masked")  # stored by the trainer
-SHOWN = {  # name in the page -> column of the rollouts
+SHOWN = {  # name on the page -> rollout column
     "logprob": "rollout_logprob",
     "versions": "versions",
     "topk_ids": "topk_ids",
@@ -40,13 +40,13 @@ RETIRED = "kept only as a row: checkpoint.keep_rollouts retired the tokens"
 
 
 class TrainedTokens:
-    """Contains stored tokens by prompt position and sample. With context parallelism several files share a sequence."""
+    """Contains the trainer's token values by prompt position and sample. Context-parallel ranks split a sequence."""
 
     def __init__(self, source: Source):
         self.positions: set[int] = set()
         self._places: dict[tuple[int, int], list[tuple[Path, slice]]] = {}
         self._masked: dict[tuple[int, int], tuple[int, int]] = {}  # (masked tokens, tokens)
-        self._load = lru_cache(maxsize=8)(_values)  # groups are read in the order of the files
+        self._load = lru_cache(maxsize=8)(_values)  # groups are read in file order
         paths = sorted(RunDir(source.root).tokens.glob("step-*.safetensors")) if source.is_run else []
         for path in paths:
             try:
@@ -59,12 +59,12 @@ class TrainedTokens:
         return masked / tokens if tokens else float("nan")
 
     def values(self, position: int, sample: int, size: int) -> np.ndarray:
-        """Return VALUES of every sampled token, fp32 [4, size]. Values that are not stored are NaN."""
+        """Return VALUES of every sampled token, fp32 [4, size]. Values that were not stored are NaN."""
         token_values = np.full((len(VALUES), size), np.nan, np.float32)
         for path, part in self._places.get((position, sample), ()):
             index, values = self._load(path)
             slots = index[part]
-            # Otherwise the values are of another sample.
+            # Otherwise the values belong to another sample.
             if len(slots) == part.stop - part.start and slots.min() >= 0 and slots.max() < size:
                 token_values[:, slots] = values[:, part]
         return token_values
@@ -85,7 +85,7 @@ class TrainedTokens:
 
 
 def _values(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Return (index [N], VALUES fp32 [4, N]). Both are empty if the file has changed since it was opened."""
+    """Return (index [N], VALUES fp32 [4, N]). Both are empty if the file can no longer be read."""
     try:
         with safe_open(path, "np") as file:
             return file.get_tensor("index"), np.stack([file.get_tensor(name).astype(np.float32) for name in VALUES])
@@ -103,7 +103,7 @@ class ShownTokens:
         self._marks[ids[(ids >= 0) & (ids < _LARGEST_ID)]] = True
 
     def texts(self, vocabulary: TokenizerFile | None) -> dict[int, str]:
-        """Return id -> text of each shown token. The result is empty without a tokenizer."""
+        """Return the text of each shown token, by id; empty without a tokenizer."""
         if vocabulary is None:
             return {}
         ids = [token for token in np.flatnonzero(self._marks).tolist() if token < vocabulary.size]
@@ -111,7 +111,7 @@ class ShownTokens:
 
 
 def chosen_groups(source: Source, entries: Sequence[BankEntry], trained: TrainedTokens) -> list[int]:
-    """Choose the groups shown with their tokens; groups with tokens stored by the trainer take precedence."""
+    """Choose which groups are shown with tokens; groups with stored trainer values come first."""
     sizes = np.array([(_bytes(entry), entry.num_samples) for entry in entries], np.int64).reshape(-1, 2)
     retired = retired_segments(source.bank, {entry.segment for entry in entries})
     source.missing |= {number: RETIRED for number, entry in enumerate(entries) if entry.segment in retired}
@@ -140,7 +140,7 @@ def _bytes(entry: BankEntry) -> int:
 def read_groups(
     source: Source, entries: Sequence[BankEntry], numbers: Sequence[int]
 ) -> Iterator[tuple[int, RolloutGroup]]:
-    """Yield (number, group) of each chosen group that can be read. `source.missing` explains the other groups."""
+    """Yield (number, group) of each readable chosen group. `source.missing` explains the other groups."""
     for number in numbers:
         try:
             yield number, source.reader.read(entries[number], parts=("core", "topk", "mask"))
@@ -158,17 +158,18 @@ def response_texts(group: RolloutGroup, vocabulary: TokenizerFile | None) -> lis
 
 
 def excerpts(prompt: str, responses: Iterable[str]) -> list[str]:
-    """Return the beginnings of the prompt, or of its last user message, and of every response, each in one line.
+    """Return one-line excerpts: the beginning of the prompt, or of its last user message, then of every response.
 
-    The answer of an evaluation in turns begins with the prompt, which is left out.
+    Multi-turn evaluation answers begin with the prompt, which is left out.
     """
     texts = [_USER.split(prompt)[-1], *(response.removeprefix(prompt) for response in responses)]
     return [" ".join(text[: 4 * EXCERPT].split())[:EXCERPT] for text in texts]
 
 
 def packed_group(group: RolloutGroup, trained: TrainedTokens, shown: ShownTokens) -> bytes:
-    """Pack the samples end to end. spans [J, 3] are as in the bank. counts [n, 3] are tokens, sampled tokens, spans.
+    """Pack a group's samples end to end.
 
+    spans [J, 3] are as in the bank. counts [n, 3] are the numbers of tokens, sampled tokens and spans of each sample.
     Example: samples with the ids [5, 6] and [7, 8, 9], all sampled, have ids [5, 6, 7, 8, 9] and counts [[2, 2, 1], [3,
     3, 1]].
     """
@@ -195,4 +196,4 @@ def packed_group(group: RolloutGroup, trained: TrainedTokens, shown: ShownTokens
         "trajectory": [i if r.trajectory is None else r.trajectory for i, r in enumerate(rollouts)],
         "turn_rewards": None if group.turn_rewards is None else [rewards.tolist() for rewards in group.turn_rewards],
     }
-    return packed(arrays, {"of": json.dumps(meta)})  # ASCII, since a text may have characters that UTF-8 cannot encode
+    return packed(arrays, {"of": json.dumps(meta)})  # ASCII, because UTF-8 cannot encode some characters of texts

@@ -1,4 +1,4 @@
-"""Writes the page as one HTML file. Its data is gzip in base64, so no text of a run can become HTML."""
+"""Writes the page as a single HTML file. The data is gzip in base64, so run texts cannot become HTML."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ SCRIPTS = ("data.js", "curves.js", "table.js", "tokens.js", "main.js")
 
 
 def write_view(root: Path, out: Path | None = None, model: Path | None = None, others: Sequence[Path] = ()) -> Path:
-    """Write a run or bank, or several to compare, to `out` and return its path.
+    """Write a page for a run or bank, or for several to compare, and return the page path.
 
-    `out` defaults to `view.html` in the directory, or with other runs to `view-with-OTHER.html`. `model` is the
-    directory of the tokenizer, by default the run's model.path. Without a tokenizer the page shows token ids. The page
-    names unreadable files. Raises `ViewError` for a directory that is neither a run nor a bank, or is named twice.
+    `out` defaults to `view.html` in `root`, or with other runs to `view-with-OTHER.html`. `model` is the tokenizer
+    directory, by default the run's model.path. Without a tokenizer, the page shows token ids. The page names unreadable
+    files. Raises `ViewError` for a directory that is neither a run nor a bank, or is named twice.
     """
     roots = [root, *others]
     if len({path.resolve() for path in roots}) < len(roots):
@@ -58,7 +58,7 @@ def write_view(root: Path, out: Path | None = None, model: Path | None = None, o
 
 @dataclass
 class _Side:
-    """Contains one run's data. `excerpts` has [prompt, response of each sample] for groups, and by file for answers."""
+    """Contains a run's data. `excerpts` has [prompt, *responses] for each group and each prompt of an answer file."""
 
     head: dict[str, Any]
     table: dict[str, np.ndarray]
@@ -105,7 +105,7 @@ def _table(
 
 
 def _curves(history: History) -> dict[str, np.ndarray]:
-    """Return `steps` int32 [N] and each metric fp32 [N], NaN for a step without it."""
+    """Return `steps` int32 [N] and each metric fp32 [N], with NaN for steps without the metric."""
     steps = sorted(history.rows)
     curves = {"steps": np.array(steps, np.int32)}
     for name in sorted(history.names):
@@ -136,7 +136,7 @@ def _blob(name: str, data: bytes) -> str:
 
 
 def _page(title: str, first: list[str], deferred_blobs: list[str]) -> str:
-    """Fill the page's template. The `deferred_blobs` follow the script, so the table is drawn before they are read."""
+    """Fill the page template. `deferred_blobs` follow the script, so the table is drawn before they are read."""
     files = resources.files(__package__) / "page"
 
     parts = {
@@ -146,5 +146,5 @@ def _page(title: str, first: list[str], deferred_blobs: list[str]) -> str:
         "SCRIPT": "".join(files.joinpath(name).read_text() for name in SCRIPTS),
         "AFTER": "".join(deferred_blobs),
     }
-    pieces = files.joinpath("page.html").read_text().split("%%")  # alternately HTML and the name of a part
+    pieces = files.joinpath("page.html").read_text().split("%%")  # alternately HTML and a part's name
     return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))

@@ -68,8 +68,8 @@ def test_a_mistake_is_found(tmp_path, text, problem):
 def test_a_page_with_valid_references_passes(tmp_path):
     text = """# A page
 
-[above](#a-page), [README](../README.md#quickstart), [elsewhere](https://example.org/x), `trainer/loop.py: Training.run`,
-`make quickstart`, `dppo-megatron trainer / engine CONFIG`, `dppo-megatron convert ...`, `--resume`, `rollout.bank: D`,
+[above](#a-page), [README](../README.md#quickstart), [elsewhere](https://example.org/x),
+`trainer/loop.py: Training.run`, `make quickstart`, `dppo-megatron trainer / engine CONFIG`, `dppo-megatron convert ...`, `--resume`, `rollout.bank: D`,
 `your_package.module:attribute`, `objective.settings.delta`
 """
     assert not problems(tmp_path, text)

@@ -1,4 +1,4 @@
-"""Tiny models, configs and micro-batches that the tests and the ranks they spawn share."""
+"""Provides tiny models, configs and micro-batches for tests and the ranks that tests start."""
 
 import json
 from dataclasses import replace
@@ -16,7 +16,7 @@ TINY = read_models("tiny_models")
 QWEN3, QWEN3_MOE, QWEN3_5, QWEN3_5_MOE = (TINY[name] for name in ("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe"))
 GLM, OSS, DEEPSEEK = (TINY[name] for name in ("glm4_moe", "gpt_oss", "deepseek"))
 YARN = TINY["moonlight"]["rope_parameters"]
-# What a family adds to a Qwen3.
+# Fields that a family adds to Qwen3.
 MOE, MLA_MOE, GLM4_MOE, DELTA_MOE = (TINY[name] for name in (".moe", ".mla_moe", ".glm4_moe", ".delta_moe"))
 GPT_OSS, GPT_OSS_SERVED = TINY[".gpt_oss"], TINY[".gpt_oss_served"]
 VOCAB = QWEN3["vocab_size"]
@@ -31,7 +31,7 @@ def write_config(directory: Path, **changes: Any) -> Path:
 
 
 def make_models(root: Path, *names: str, **others: str) -> Path:
-    """Write a random fp32 model of each name in tiny_models.yaml; `others` are directories with another name."""
+    """Write random fp32 models by their names in tiny_models.yaml; `others` maps a directory to a model name."""
     from dppo_megatron.hf import make_random_hf_model
 
     for directory, name in {**dict(zip(names, names, strict=True)), **others}.items():
@@ -41,7 +41,7 @@ def make_models(root: Path, *names: str, **others: str) -> Path:
 
 
 def set_expert_bias(directory: Path) -> None:
-    """Correction biases large enough to change which experts are chosen; a new model has zeros."""
+    """Make correction biases large enough to change which experts are chosen; a new model has zeros."""
     from safetensors.torch import load_file, save_file
 
     generator = torch.Generator().manual_seed(0)
@@ -61,12 +61,12 @@ def actor_config(
     sections: dict[str, dict] | None = None,
     **model_settings: Any,
 ) -> Config:
-    """`sections` are added to those that every test shares; the rest of the model's settings come by name."""
+    """Return an actor config. `sections` replace shared sections; keyword arguments are further `model` settings."""
     tree = {
         "run": {"seed": 3},
         "model": {"path": str(model), "dtype": "fp32", **model_settings},
         "parallel": {"timeout_s": 60, **(parallel or {})},
-        # Adam divides by |gradient|: with the usual eps, rounding decides the sign of the smallest ones.
+        # Adam divides by |gradient|: with the usual eps, rounding decides the sign of the smallest gradients.
         "optimizer": {"lr": 1e-2, "eps": 1e-4, "grad_clip": 0.5, **(optimizer or {})},
         "train": {"steps": 10},
     }
@@ -74,7 +74,7 @@ def actor_config(
 
 
 def sequences(count: int = 12, seed: int = 0) -> list[dict[str, torch.Tensor]]:
-    """Sequences of 2 to 60 tokens with everything a DPPO top-K method reads, and their share of the loss."""
+    """Make sequences of 2 to 60 tokens with loss weights and all columns that a DPPO top-K method reads."""
     generator = torch.Generator().manual_seed(seed)
     lengths = [2, 60, *torch.randint(3, 30, (count - 2,), generator=generator).tolist()]
     out = []
@@ -125,5 +125,5 @@ def with_sampling_masks(batch: TokenBatch) -> TokenBatch:
 
 
 def micro_batches(parts: list[dict[str, torch.Tensor]], count: int) -> list[TokenBatch]:
-    """`parts` dealt into `count` packed micro-batches."""
+    """Distribute `parts` over `count` packed micro-batches."""
     return [pack(parts[i::count]) for i in range(count)]

@@ -1,4 +1,4 @@
-"""Actors on ranks, for tests that run there, and for scenarios: functions called as f(Rank, ...) on every rank."""
+"""Runs actors on ranks, for tests that run there and for scenarios: functions called as f(Rank, ...) on every rank."""
 
 import functools
 import inspect
@@ -18,12 +18,12 @@ from tests.support.ranks import Ranks, rendezvous
 
 @dataclass(frozen=True)
 class Rank:
-    """The rank, its models and its directory, as a scenario uses them."""
+    """Gives a scenario the rank, the models and a directory."""
 
     rank: int
     world_size: int
     models: Path  # model directories, shared
-    directory: Path  # of this scenario, shared by its ranks
+    directory: Path  # for this scenario, shared by all ranks
 
     @contextmanager
     def actor(
@@ -35,7 +35,7 @@ class Rank:
         sections: dict[str, dict] | None = None,
         **parallel,
     ):
-        """An Actor in the layout `parallel` of these ranks, with the model's weights; closed afterwards."""
+        """Yield an Actor with the model's weights in the layout `parallel`. Closes it afterwards."""
         config = actor_config(
             self.models / model,
             parallel={"world_size": self.world_size, **parallel},
@@ -55,7 +55,7 @@ class Rank:
 
 @contextmanager
 def started_actor(config: Config) -> Iterator[Any]:
-    """An Actor without weights, whose ranks have met; its layout is closed afterwards."""
+    """Yield an Actor without weights after a rendezvous. Closes the layout afterwards."""
     from dppo_megatron.actor import Actor, init_layout
 
     layout = init_layout(config)
@@ -66,9 +66,9 @@ def started_actor(config: Config) -> Iterator[Any]:
 
 
 def on_ranks(*sizes: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a test of body(rank: Rank, **parameters), which runs and asserts on every rank of each size in `sizes`.
+    """Make body(rank: Rank, **parameters) a test that runs and asserts on every rank, for each world size in `sizes`.
 
-    `@pytest.mark.parametrize` above it gives the parameters, and `size` if `sizes` is empty. The folder needs the
+    `@pytest.mark.parametrize` above gives the parameters, and `size` if `sizes` is empty. The test folder needs the
     fixture `models`.
     """
 
@@ -87,12 +87,12 @@ def on_ranks(*sizes: Any) -> Callable[[Callable[..., None]], Callable[..., None]
 
 
 def slow(*values: Any) -> Any:
-    """A case of a table that only `make test-all` runs."""
+    """Return a parameter set that only `make test-all` runs."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def run_scenario(ranks: Ranks, scenario: Callable[..., Any], models: Path, directory: Path, *arguments: Any) -> Any:
-    """Run scenario(Rank, *arguments) on all `ranks`, and return the result of rank 0. Raises RankError."""
+    """Run scenario(Rank, *arguments) on all `ranks`, and return rank 0's result. Raises RankError."""
     directory.mkdir(parents=True, exist_ok=True)
     run = {"scenario": scenario, "models": models, "directory": directory, "arguments": arguments}
     return ranks.run(_on_rank, **run)[0]

@@ -9,9 +9,9 @@ from dppo_megatron.types import Rollout, RolloutGroup, split_columns
 
 
 def audit(groups: Iterable[RolloutGroup], sampled: Mapping[Turn, Rollout] | None = None) -> Audit:
-    """Check that each turn is in one policy span of its trajectory and is inherited exactly as it was sampled.
+    """Check that each turn is in one policy span of the trajectory and is inherited exactly as it was sampled.
 
-    A bank on its own reveals only internal contradictions. `sampled` has every turn as the engine returned it, if the
+    A bank by itself reveals only internal contradictions. `sampled` has every turn as the engine returned it, if the
     run recorded that. Then tokens and all columns except the routes are compared bit for bit, and no turn may be
     missing.
     """
@@ -32,7 +32,7 @@ def audit(groups: Iterable[RolloutGroup], sampled: Mapping[Turn, Rollout] | None
 
 
 def _differing(found: Rollout, sampled: Rollout) -> list[str]:
-    """Return the names of the values of a turn that differ from the sampled ones; routes are not compared."""
+    """Return the names of a turn's columns that differ from the sampled turn. Routes are not compared."""
     ours, theirs = ({"token_ids": r.token_ids, **split_columns(r.columns, [len(r.versions)], None)[0]}
                     for r in (found, sampled))  # fmt: skip
     return [

@@ -1,4 +1,4 @@
-"""Groups to fill a bank with: all of a group follows from its position, so a reader can check it."""
+"""Makes groups to fill a bank. A group depends only on its position, so a reader can check it."""
 
 import json
 
@@ -14,7 +14,7 @@ def make_group(
     position: int, *, samples: int = 4, shortest: int = 1, longest: int = 12, topk: int = 0, version: int = 3,
     experts: int = 0,
 ) -> RolloutGroup:  # fmt: skip
-    """Make the group of a position. With `experts`, 3 layers route each token to 2 of so many."""
+    """Make the group of a position. With `experts`, 3 layers route each token to 2 of `experts` experts."""
     rng = np.random.default_rng(position)
     rollouts = []
     for _ in range(samples):
@@ -53,7 +53,7 @@ def read_all(directory):
 
 
 def whole_groups(directory) -> int:
-    """How many groups the bank has, which must be those of positions 0, 1, ..."""
+    """Return how many groups the bank has. The groups must have the positions 0, 1, ..."""
     groups = read_all(directory)
     for position, group in enumerate(groups):
         assert_same_group(group, make_group(position))
@@ -65,14 +65,14 @@ def files(directory, number):
 
 
 def flip(path, at, by=1):
-    """Changes one byte of a file."""
+    """Change one byte in a file."""
     content = bytearray(path.read_bytes())
     content[at] ^= by
     path.write_bytes(content)
 
 
 def as_killed(directory):
-    """Make a closed bank look as if its writer had been killed, which records no end."""
+    """Make a closed bank look as if the writer had been killed before it recorded the end."""
     head = directory / "head.json"
     fields = json.loads(head.read_text())
     fields.pop("closed")

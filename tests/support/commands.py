@@ -1,7 +1,7 @@
-"""Commands of `dppo-megatron` as forks of a process that has imported what they import: five seconds less for each.
+"""Runs `dppo-megatron` commands as forks of a process with all imports, to save five seconds per command.
 
-A command's own processes (ranks, orchestrator, the command `engine`) are forks of it, except of a `real` one, which
-starts them as it always does. Servers are always real.
+Processes that a command starts (ranks, orchestrator, the command `engine`) are forks of the command. A `real` command
+starts them as in production. Servers are always real.
 """
 
 import atexit
@@ -24,7 +24,7 @@ ARG_START = 45  # in /proc/PID/stat, of the fields after the name
 
 
 class Command:
-    """A running command, with the methods of `subprocess.Popen`. Its output is appended to the files."""
+    """Represents a running command, with the methods of `subprocess.Popen`. Output is appended to the files."""
 
     def __init__(
         self,
@@ -35,14 +35,14 @@ class Command:
         session: bool = False,
         real: bool = False,
     ):
-        """session: it leads one of its own. The environment is `variables`, and the directory this process's."""
+        """Start the command in the working directory, with the environment `variables`. session: in a new session."""
         self.args = ["dppo-megatron", *map(str, arguments)]
         self._process = fork_server().Process(
             target=_main, args=(self.args, dict(variables), os.getcwd(), str(output), str(errors), session, real)
         )
         self._process.start()
         self.pid: int = self._process.pid
-        atexit.register(self.kill)  # of a test that failed: the interpreter would wait for it
+        atexit.register(self.kill)  # if a test fails, the interpreter would wait for the command
 
     @property
     def returncode(self) -> int | None:
@@ -52,7 +52,7 @@ class Command:
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Raises `subprocess.TimeoutExpired`."""
+        """Return the exit code. Raises `subprocess.TimeoutExpired`."""
         self._process.join(timeout)
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired(self.args, timeout)
@@ -89,20 +89,20 @@ def _run(arguments: list[str], variables: Mapping[str, str], output: str, errors
         os.close(opened)
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    faulthandler.enable()  # SIGABRT makes it say where its threads are
+    faulthandler.enable()  # SIGABRT prints the stacks of all threads
     sys.argv = arguments
     from dppo_megatron.cli import main
 
     try:
         main()
     finally:
-        atexit._run_exitfuncs()  # a fork of `multiprocessing` ends without
+        atexit._run_exitfuncs()  # a `multiprocessing` fork would skip them
 
 
 def _start_child(
     child: Any, name: str, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None, lock: Any = None
 ) -> None:
-    """Take the place of `Child.__init__`, and start a fork of this process."""
+    """Replace `Child.__init__`: start a fork of this process."""
     assert command[:3] == [sys.executable, *MODULE], command
     log.parent.mkdir(parents=True, exist_ok=True)
     kept = () if lock is None else (lock.descriptor,)
@@ -111,7 +111,7 @@ def _start_child(
 
 
 class _Fork:
-    """A process with the methods of `subprocess.Popen` that `Child` uses."""
+    """Represents a forked process with the methods of `subprocess.Popen` that `Child` uses."""
 
     def __init__(self, command: list[str], variables: dict[str, str], log: str, kept: tuple[int, ...]):
         fork: Any = multiprocessing.get_context("fork")
@@ -138,14 +138,14 @@ def _child(command: list[str], variables: dict[str, str], log: str, kept: tuple[
     end_with_parent(parent)
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, nothing, *kept}:
-        os.dup2(nothing, descriptor)  # not closed: objects of the parent may close these numbers later
+        os.dup2(nothing, descriptor)  # not closed: inherited objects may close these descriptors later
     _show(command)
     logging.root.handlers.clear()
     _run(["dppo-megatron", *command[3:]], variables, log, log)
 
 
 def _show(command: list[str]) -> None:
-    """Write the command line that others see over that of the fork server: tests find processes by it."""
+    """Overwrite the fork server's visible command line with `command`, because tests find processes by it."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = (int(fields[index]) for index in (ARG_START, ARG_START + 1))
     text = b"\0".join(map(os.fsencode, command))

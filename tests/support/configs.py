@@ -1,4 +1,4 @@
-"""The smallest config, which the tests of every room build theirs on."""
+"""Provides the smallest config, as a base for all tests."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ REQUIRED = {
 
 
 def write_config_file(directory: Path, **sections: Any) -> Path:
-    """Write REQUIRED, to which `sections` are added, to config.yaml."""
+    """Write REQUIRED, updated by `sections`, to config.yaml."""
     path = directory / "config.yaml"
     path.write_text(yaml.safe_dump(_tree(sections)))
     return path
@@ -27,5 +27,5 @@ def _tree(sections: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def make_config(**sections: dict[str, Any]) -> Config:
-    """REQUIRED, to which `sections` are added section by section. Types and names are checked, paths are not."""
+    """Return REQUIRED, updated by `sections` section by section. Checks types and names, but not paths."""
     return Config.model_validate(_tree(sections))

@@ -1,4 +1,4 @@
-"""Damages of a bank that keep all checksums right, and the audit's words for them."""
+"""Damages a bank but keeps all checksums right, and lists the audit's messages."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ Place = tuple[int, int, int, int]  # branch, span, first token, first sampled to
 def write(
     directory: Path, groups: Sequence[RolloutGroup], damage: Callable[[RolloutGroup], RolloutGroup | None]
 ) -> str:
-    """A bank of the groups, the first that can be is damaged; the prompt's position, as the audit names it."""
+    """Write a bank of `groups` and damage the first group that allows it. Return how the audit names its prompt."""
     damaged = ""
     with BankWriter(directory, len(groups), fsync=False) as bank:
         for group in groups:
@@ -29,7 +29,7 @@ def write(
 
 
 def in_two_spans(group: RolloutGroup) -> RolloutGroup | None:
-    """An inherited span is trained on, too."""
+    """Make an inherited span count as trained, too."""
     for i, span, _, row in _places(group, INHERITED):
         heir = group.rollouts[i]
         turn, tokens = heir.spans[span, 2], heir.spans[span, 1]
@@ -50,7 +50,7 @@ def in_two_spans(group: RolloutGroup) -> RolloutGroup | None:
 
 
 def in_no_span(group: RolloutGroup) -> RolloutGroup | None:
-    """A turn before others is gone, with its tokens."""
+    """Remove a turn with its tokens, if another turn follows."""
     for i, span, token, row in _places(group, POLICY):
         rollout = group.rollouts[i]
         size = int(rollout.spans[span, 1])
@@ -62,7 +62,7 @@ def in_no_span(group: RolloutGroup) -> RolloutGroup | None:
 
 
 def swallowed(group: RolloutGroup) -> RolloutGroup | None:
-    """A turn before others counts as the environment's."""
+    """Mark a turn as the environment's, if another turn follows."""
     for i, span, _, row in _places(group, POLICY):
         rollout = group.rollouts[i]
         if (rollout.spans[span + 1 :, 0] == POLICY).any():
@@ -81,7 +81,7 @@ def inherited_otherwise(group: RolloutGroup) -> RolloutGroup | None:
 
 
 def another_logprob(group: RolloutGroup) -> RolloutGroup | None:
-    """One that its top-K list has otherwise."""
+    """Change a token's log-prob so that the top-K list has another value."""
     for i, span, token, row in _places(group, POLICY):
         rollout = group.rollouts[i]
         size = rollout.spans[span, 1]
@@ -95,7 +95,7 @@ def another_logprob(group: RolloutGroup) -> RolloutGroup | None:
 
 
 def older_version(group: RolloutGroup) -> RolloutGroup | None:
-    """The second token of a turn is of a policy before that of the first."""
+    """Make the second token of a turn older than the first token."""
     for i, span, _, row in _places(group, POLICY):
         rollout = group.rollouts[i]
         if rollout.spans[span, 1] > 1:
@@ -126,7 +126,7 @@ def versions(group: RolloutGroup) -> RolloutGroup | None:
 
 
 def ends_early(group: RolloutGroup) -> RolloutGroup | None:
-    """The last token of a turn counts as the environment's."""
+    """Mark the last token of a turn as the environment's."""
     for i, span, _, row in _places(group, POLICY):
         rollout = group.rollouts[i]
         kind, size, turn = rollout.spans[span].tolist()
@@ -137,7 +137,7 @@ def ends_early(group: RolloutGroup) -> RolloutGroup | None:
     return None
 
 
-# What a bank says throughout shows beside what the engine returned alone.
+# A consistently changed bank shows only when compared with the engine's replies.
 FROM_THE_ENGINES_RECORD = {
     logprobs_and_lists: "rollout_logprob, rollout_topk_logprob differ from what was sampled",
     versions: "versions differ from what was sampled",
@@ -146,7 +146,7 @@ FROM_THE_ENGINES_RECORD = {
 
 
 def _places(group: RolloutGroup, origin: int) -> list[Place]:
-    """All spans of an origin."""
+    """Return all spans of an origin."""
     found = []
     for i, rollout in enumerate(group.rollouts):
         token = row = 0

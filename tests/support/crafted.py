@@ -1,4 +1,4 @@
-"""Pickles that run code in the process that reads them."""
+"""Makes pickles that run code in the process that reads them."""
 
 import os
 import pickle
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 class RunsCode:
-    """Pickled, it makes the file `trace` when it is read."""
+    """Creates the file `trace` when a pickle of this object is read."""
 
     def __init__(self, trace: Path):
         self._command = f"touch {trace}"
@@ -16,11 +16,10 @@ class RunsCode:
 
 
 def named_when_read_again(command: str, harmless: tuple[str, str], function: tuple[str, str]) -> bytes:
-    """A pickle of None that names `harmless` when it is first read in a process, and os.system, with `command`, when it
-    is read again.
+    """Return a pickle of None that calls `harmless` on the first read in a process, and os.system on the next read.
 
-    It keeps the name in an attribute of `function`, which looks keys up in its attribute `cache`; with another, a
-    `__setstate__`, the function lets nothing more be set on it.
+    Both calls get `command`. The pickle stores the name to call in the attribute `cache` of `function`, where
+    `function` looks up keys. The first read also gives `function` a `__setstate__` that ignores later changes.
     """
 
     def text(value: str) -> bytes:

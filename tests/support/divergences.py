@@ -1,4 +1,4 @@
-"""Divergences from a teacher by plain formulas over the whole vocabulary."""
+"""Computes divergences from a teacher by plain formulas over the whole vocabulary."""
 
 import math
 from typing import Any
@@ -11,9 +11,10 @@ from dppo_megatron.objectives import ObjectiveSettings
 
 
 def dense_loss(s: ObjectiveSettings, g: dict[str, Any], logits: Tensor) -> Tensor:
-    """The loss [T] of the divergence of `s`, as the documentation defines it, by a softmax over the sampling mask.
+    """Return the loss [T] of `s`'s divergence as the documentation defines it, by a softmax over the sampling mask.
 
-    g: inside [T, V] the sampling masks, teacher [T, V] ln t, ids [T, K] its list, target and mask [T]. logits: [T, V].
+    - g: inside [T, V] sampling masks, teacher [T, V] ln t, ids [T, K] the teacher's list, target [T], mask [T]
+    - logits: [T, V]
     """
     ln_pi = logits.masked_fill(~g["inside"], -1e30).log_softmax(1)
     number, k = _events(g["ids"], g["target"], logits.shape[1]), g["ids"].shape[1]
@@ -41,7 +42,7 @@ def dense_loss(s: ObjectiveSettings, g: dict[str, Any], logits: Tensor) -> Tenso
 
 
 def _events(ids: Tensor, target: Tensor, vocab_size: int) -> Tensor:
-    """[T, V] the number of each token's event: its place in the list, K for the sampled token, K + 1 for the rest."""
+    """Return each token's event [T, V]: the position in the list, K for the sampled token, K + 1 for the rest."""
     k = ids.shape[1]
     number = torch.full((len(ids), vocab_size), k + 1)
     for column in range(k):

@@ -1,4 +1,4 @@
-"""Requests and replies of an engine, turn by turn, and the groups of a bank."""
+"""Records an engine's requests and replies turn by turn, and reads a bank's groups."""
 
 import json
 import re
@@ -18,9 +18,9 @@ REQUEST = re.compile(rb'"group-(\d+)\.(\d+)\.(\d+)-')
 
 
 class Watch:
-    """Stands before an engine: which turns were asked for, and what it said. `at_reply` is told before the client.
+    """Records which turns an engine was asked for and its replies. Calls `at_reply` before the client gets the reply.
 
-    Turns are numbered as they are asked for; of an agent that asks side by side the bank numbers them as they end.
+    Turns are numbered in request order. If an agent sends requests in parallel, the bank numbers turns as they end.
     """
 
     def __init__(self):

@@ -1,4 +1,4 @@
-"""Tiny random models, real servers of them, and a reference for their samples."""
+"""Provides tiny random models, real servers for them, and a reference for their samples."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ EOS = 1
 EXPERTS = 8
 PROMPT = np.array([5, 9, 33, 2, 17, 60, 8, 8, 41, 3], dtype=np.int32)
 START_TIMEOUT_S = 900
-END_S = 3  # to end by itself; SGLang waits longer for requests that are not there
+END_S = 3  # grace period; SGLang would wait longer for requests that do not exist
 READY = {"vllm": "health", "sglang": "server_info"}  # answers once the server can sample
 
 Result = TypeVar("Result")
 
 
 def make_model(directory: Path, seed: int, *, experts: int = 0, dense_layers: Sequence[int] = ()) -> Path:
-    """A random Qwen3 (4 layers, hidden 64, 64 characters) whose distributions are neither flat nor peaked.
+    """Write a random Qwen3 (4 layers, hidden 64, 64 characters) with distributions that are neither flat nor peaked.
 
-    With `experts` a Qwen3-MoE of so many experts, of which each token takes 2, in all layers but `dense_layers`.
+    With `experts`, write a Qwen3-MoE with that many experts, 2 per token, in all layers but `dense_layers`.
     """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -81,7 +81,7 @@ def make_model(directory: Path, seed: int, *, experts: int = 0, dense_layers: Se
 
 
 def make_adapter(directory: Path, model: Path, lora: LoraConfig, seed: int, **changes: Any) -> dict[str, torch.Tensor]:
-    """Writes a random adapter for `model` as one is published, with `changes` of adapter_config.json; its tensors."""
+    """Write a random adapter for `model` as published, with `changes` in adapter_config.json; return the tensors."""
     import torch
     from safetensors.torch import save_file
 
@@ -122,7 +122,7 @@ def engine_config(model: Path, *, routing_replay: bool = False, **engine) -> Con
         "request_timeout_s": 120,
         "env": {
             ROOTS_VARIABLE: str(model.parent.parent),  # several runs share a server
-            "VLLM_SERVER_DEV_MODE": "1",  # vLLM's routes that sleep, and call any method of the workers, are there
+            "VLLM_SERVER_DEV_MODE": "1",  # enables vLLM's routes that sleep and call worker methods
         },
     }
     return make_config(
@@ -137,7 +137,7 @@ def engine_config(model: Path, *, routing_replay: bool = False, **engine) -> Con
 
 @contextlib.contextmanager
 def running_server(config: Config, log: Path, version: int) -> Iterator[str]:
-    """Start a server and yield its URL; end it and its processes on leaving."""
+    """Start a server and yield the URL. On exit, end the server and all child processes."""
     port = free_port()
     make_secret(config)
     with log.open("wb") as output:
@@ -146,7 +146,7 @@ def running_server(config: Config, log: Path, version: int) -> Iterator[str]:
             env=os.environ | server_environment(config, version),
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # its processes can be ended together
+            start_new_session=True,  # so that all processes can be ended together
         )
     url = f"http://127.0.0.1:{port}"
     try:
@@ -173,7 +173,7 @@ def _wait_until_up(server: subprocess.Popen, url: str, secret: str, log: Path) -
 
 
 def with_engine(config: Config, url: str, use: Callable[[Engine], Awaitable[Result]], timeout_s: float = 120) -> Result:
-    """Result of `use` on a fresh client in a fresh event loop."""
+    """Return the result of `use` on a new client in a new event loop."""
 
     async def main() -> Result:
         engine = build_engine(config, url)
@@ -187,7 +187,7 @@ def with_engine(config: Config, url: str, use: Callable[[Engine], Awaitable[Resu
 
 
 class Reference:
-    """The model of `directory` in transformers, in fp64, so that only an engine rounds."""
+    """Computes the model in `directory` with transformers in fp64, so that only an engine rounds."""
 
     def __init__(self, directory: Path):
         import torch
@@ -199,7 +199,7 @@ class Reference:
         ).eval()
 
     def logprobs(self, prompt: np.ndarray, response: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-        """[R, V] log-probs at `temperature` of each response position."""
+        """Return the log-probs [R, V] of each response position at `temperature`."""
         from tests.support.in_double import InDouble
 
         torch = self._torch
@@ -209,7 +209,7 @@ class Reference:
         return torch.log_softmax(logits / temperature, -1).numpy()
 
     def experts(self, token_ids: np.ndarray) -> np.ndarray:
-        """[S, L, k] the experts of each token, most likely first."""
+        """Return each token's experts [S, L, k], most likely first."""
         from tests.support.in_double import InDouble
 
         torch = self._torch
@@ -220,9 +220,9 @@ class Reference:
         return torch.stack(chosen, 1).numpy()
 
     def score(self, token_ids: np.ndarray) -> np.ndarray:
-        """[S - 1] log-probs of each token after the first."""
+        """Return the log-probs [S - 1] of each token after the first."""
         return self.sampled(token_ids[1:], token_ids[:1])
 
     def sampled(self, token_ids: np.ndarray, prompt: np.ndarray = PROMPT) -> np.ndarray:
-        """[R] log-probs of the tokens of a response to `prompt`."""
+        """Return the log-probs [R] of the response tokens after `prompt`."""
         return self.logprobs(prompt, token_ids)[np.arange(len(token_ids)), token_ids]

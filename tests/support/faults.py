@@ -1,4 +1,4 @@
-"""A run in the background, signals to its processes, and a proxy that changes an engine's replies."""
+"""Runs a command in the background, sends signals to processes, and changes an engine's replies by a proxy."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.support import runs
 
 STEPS = 6
 PROBES = {"health_interval_s": 0.5, "health_timeout_s": 2.0, "health_failures": 3}
-LIMIT_FACTOR = 4  # limits of waits are for two quiet cores; other machines are slower or busy
+LIMIT_FACTOR = 4  # wait limits assume two quiet cores; other machines are slower or busy
 SLOWLY = {"lr": 1e-10}  # a step moves less than the last bit of most fp32 weights
-NOTICED_S = 3 * (0.5 + 2.0)  # until an engine that answers nothing is dead: health_failures checks
+NOTICED_S = 3 * (0.5 + 2.0)  # until a silent engine counts as dead: health_failures checks
 
 
 def fault_config(task: Path, run_dir: Path, *, urls: list[str], **engine: Any) -> dict:
-    """Six steps of four groups of four on one trainer rank; responses long enough to be caught at."""
+    """Return a config with six steps of four groups of four, one trainer rank, and responses long enough to disturb."""
     tree = runs.config_tree(task, run_dir, urls=tuple(urls))
     tree["parallel"] = {"world_size": 1, "timeout_s": 120}
     tree["rollout"]["max_response_tokens"] = 48
@@ -41,7 +41,7 @@ def fault_config(task: Path, run_dir: Path, *, urls: list[str], **engine: Any) -
 
 
 class Run:
-    """A command in the background, by default `dppo-megatron train`."""
+    """Runs a command in the background, by default `dppo-megatron train`."""
 
     def __init__(self, tree: dict, directory: Path, *options: str, command: str = "train"):
         self.dir = Path(tree["run"]["dir"])
@@ -73,7 +73,7 @@ class Run:
 
     @contextlib.contextmanager
     def held(self):
-        """Inside, the trainer stands still: the run cannot end, and everything else goes on."""
+        """Suspend the trainer, so that the run cannot end while everything else continues."""
         (trainer,) = [p for p in runs.descendants(self.process) if "dppo_megatron trainer" in command_line(p)]
         trainer.suspend()
         try:
@@ -95,12 +95,12 @@ class Run:
         return "\n".join(f"== {path.name}\n{path.read_text()[-3000:]}" for path in logs if path.exists())
 
     def check_equals(self, reference: Path) -> None:
-        """Do `check_whole`, and compare the weights with those of the undisturbed run."""
+        """Do `check_whole`, and compare the weights with the undisturbed run's weights."""
         self.check_whole()
         assert runs.weights_digest(self.dir) == runs.weights_digest(reference), self.story()
 
     def check_whole(self) -> None:
-        """Every step trained once, every prompt sampled once, by the policy of its step."""
+        """Check that every step was trained once, and every prompt was sampled once, by the policy of its step."""
         assert runs.steps_done(self.dir) == list(range(1, STEPS + 1))
         reader = BankReader(self.dir / "bank")
         assert reader.refresh() == STEPS * runs.GROUPS
@@ -128,7 +128,7 @@ def info(run: Run, url: str) -> dict:
 
 
 def wait_while_generating(run: Run, url: str) -> None:
-    """Returns when the engine at `url` has just begun to sample: later it may be done before it is hurt."""
+    """Wait until the engine at `url` has just begun to sample; later it may finish before a fault reaches it."""
     run.wait_until(lambda: info(run, url)["running"] == 0, "an idle engine", 60)
     run.wait_until(lambda: info(run, url)["running"] > 0, "a running request", 60)
 
@@ -147,9 +147,9 @@ def lose_a_request(run: Run, hurt: Callable[[int], None]) -> int:
 
 @contextlib.contextmanager
 def frozen(pid: int, when: Callable[[], None] = lambda: None):
-    """The server and its own processes stand still inside, from the moment at which `when` returns."""
+    """Suspend the server and child processes as soon as `when` returns."""
     process = psutil.Process(pid)
-    family = [process, *process.children(recursive=True)]  # found before: what `when` waits for is soon over
+    family = [process, *process.children(recursive=True)]  # first: the state after `when` ends soon
     when()
     for member in family:
         member.suspend()
@@ -169,11 +169,11 @@ Hook = Callable[[str, bytes, Callable[..., Awaitable[bytes]]], Awaitable[bytes |
 
 
 class Proxy:
-    """Stands before the engine at `url` in a thread of its own.
+    """Proxies the engine at `url` in a separate thread.
 
-    `hook(path, body, forward)` gives the bytes to answer with status 200, after calling `forward` for the engine's
-    own where it likes, to another path or body too; None hangs up in the middle of the reply. `seen` holds the paths
-    in the order they came.
+    `hook(path, body, forward)` returns the reply's body, or None to close the connection. It may call `forward` for the
+    engine's reply, also with another path or body. The status is that reply's status, without `forward` 200. `seen`
+    lists the requested paths in order.
     """
 
     def __init__(self, url: str, hook: Hook):
@@ -201,7 +201,7 @@ class Proxy:
         self._loop.run_forever()
 
     async def _start(self) -> None:
-        connector = aiohttp.TCPConnector(keepalive_timeout=2.0)  # below a server's, which may close it as it is used
+        connector = aiohttp.TCPConnector(keepalive_timeout=2.0)  # shorter than a server's: reused ones are open
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), connector=connector)
         app = web.Application(client_max_size=1 << 30)
         app.router.add_route("*", "/{path:.*}", self._answer)
@@ -236,9 +236,9 @@ class Proxy:
         try:
             answer = await self._hook(request.path, body, forward)
         except aiohttp.ClientError:
-            answer = None  # the engine is gone, and so is this connection
+            answer = None  # the engine is gone, so close this connection, too
         if answer is None:
-            if request.transport is not None:  # else whoever asked has hung up already
+            if request.transport is not None:  # else the client has already closed the connection
                 request.transport.abort()
             return web.Response(status=500)
         return web.Response(body=answer, status=status)

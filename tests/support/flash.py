@@ -1,7 +1,7 @@
-"""torch's two operators of FlashAttention on the CPU, in plain torch: import this where their values are needed.
+"""Implements torch's two FlashAttention operators on the CPU in plain torch, from import on.
 
-They take sequences of variable lengths, [rows, heads, d], as the CUDA kernels do, and compute in fp32 or wider. The
-backward pass is the kernel's formula with the output and log-sum-exp that it is given (arXiv 2307.08691, algorithm 2).
+Like the CUDA kernels, they take sequences of variable lengths, [rows, heads, d]. They compute in fp32 or wider. The
+backward pass uses the kernel's formula with the given output and log-sum-exp (arXiv 2307.08691, algorithm 2).
 """
 
 from itertools import pairwise
@@ -24,7 +24,7 @@ def _segments(bounds_q: Tensor, bounds_k: Tensor, longest: tuple[int, int], size
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, float]:
-    """([h, queries, keys], the scale): causal segments have as many queries as keys."""
+    """Return (scores [h, queries, keys], scale). Causal segments have as many queries as keys."""
     assert q.shape[-1] == k.shape[-1]
     assert q.shape[-1] % 8 == 0
     factor = q.shape[-1] ** -0.5 if scale is None else scale

@@ -1,4 +1,4 @@
-"""Rejects operations that would make the host wait for a GPU, on tensors of the CPU."""
+"""Rejects operations on CPU tensors that would make the host wait for a GPU."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,9 +8,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# By the names that Python calls them, for some read a CPU's memory without any operator, ...
+# Functions by Python name, because some read CPU memory without an operator.
 _READS = {"item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "equal"}
-# ... and by operator, whoever calls it: values, and shapes that depend on values.
+# Operators that read values, or have result shapes that depend on values.
 _OPERATORS = {
     "_local_scalar_dense",
     "nonzero",
@@ -24,7 +24,7 @@ _OPERATORS = {
 
 
 class HostRead(AssertionError):
-    """A value was read from, or a shape made of, a tensor that on a GPU would still be computed."""
+    """Raised if a value or shape is read from a tensor that a GPU would still be computing."""
 
 
 def _masks(index: Any) -> bool:
@@ -49,6 +49,6 @@ class _Operators(TorchDispatchMode):
 
 @contextlib.contextmanager
 def no_host_reads() -> Iterator[None]:
-    """Inside, every operation that would synchronise with a device raises HostRead."""
+    """Make every operation that would synchronize with a device raise HostRead."""
     with _Functions(), _Operators():
         yield

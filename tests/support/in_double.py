@@ -1,11 +1,11 @@
-"""transformers' arithmetic in fp64."""
+"""Makes transformers compute in fp64."""
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 
 class InDouble(TorchFunctionMode):
-    """Inside, requests for fp32 give fp64: norms, routers and rotary embeddings make them in every dtype."""
+    """Replaces fp32 by fp64, because norms, routers and rotary embeddings request fp32 in every dtype."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})

@@ -1,4 +1,4 @@
-"""A run on this machine whose processes are stubs, which behave as a test asks."""
+"""Starts a run on this machine with stub processes that behave as a test asks."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ from dppo_megatron.config import save_resolved
 from dppo_megatron.run_dir import RunDir
 from tests.support.configs import make_config
 
-# Runs the config with children that write down their process id and then behave as the test asks.
+# Runs the config with child processes that write their process id and then behave as the test asks.
 PROGRAM = """
 import sys
 from pathlib import Path
@@ -63,7 +63,7 @@ ROLES = ("engine-0", "orchestrator-0", "trainer-0", "trainer-1")
 
 
 class Launched:
-    """The command in a process of its own, its children by name."""
+    """Runs the command in a separate process, and finds child processes by name."""
 
     def __init__(self, directory: Path, behaviour: str, stall_s: float = 1800.0, **engine):
         self.directory, self.run = directory, RunDir(directory / "run")
@@ -88,7 +88,7 @@ class Launched:
 
 @contextmanager
 def launches(directory: Path) -> Iterator[Callable[..., Launched]]:
-    """f(behaviour, **settings) -> a run in `directory`. Its command is killed at the end."""
+    """Yield a function f(behaviour, **settings) that starts a run in `directory`. Kills the commands at the end."""
     launched = []
 
     def start(behaviour: str, **settings) -> Launched:

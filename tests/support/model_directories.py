@@ -1,4 +1,4 @@
-"""Small Hugging Face directories: written, changed and compared."""
+"""Writes, changes and compares small Hugging Face directories."""
 
 import json
 from collections.abc import Callable

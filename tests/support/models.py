@@ -1,4 +1,4 @@
-"""Tiny models of every family: their config.json, and Megatron's own GPTModel (local layer spec) for it."""
+"""Provides tiny models of every family: config.json, and Megatron's GPTModel (local layer spec)."""
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ EXPERT_FAMILIES = tuple(name for name, config in CONFIGS.items() if {"num_expert
 def build_gpt(
     hf: HFModelConfig, tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1, etp: int | None = None
 ) -> list:
-    """This rank's chunks of a fp32 GPTModel; parallel state must be initialised with the same sizes."""
+    """Build this rank's chunks of an fp32 GPTModel. Parallel state must be initialized with these sizes."""
     from megatron.core import parallel_state as ps
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -52,7 +52,7 @@ def build_gpt(
 
 
 def _own_layers(spec, hf: HFModelConfig, offset: int) -> None:
-    """Use the trainer's layers: Megatron has gated delta net and its norms only with TransformerEngine."""
+    """Use the trainer's layers, because Megatron has gated delta net and norms for it only with TransformerEngine."""
     from dppo_megatron.actor.local.attention import PackedAttention, SinkAttention
     from dppo_megatron.actor.model import _use_delta_net, _use_own_modules
 
@@ -72,14 +72,14 @@ def _packed(hf: HFModelConfig, token_ids: torch.Tensor):
 def _latent_attention_without_te(spec) -> None:
     from megatron.core.transformer import multi_latent_attention
 
-    # Set although TransformerEngine is absent, and then used as if it were there.
+    # Megatron sets HAVE_TE even without TransformerEngine, and then uses TransformerEngine.
     multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
     for layer in spec.layer_specs:
         layer.submodules.self_attention.submodules.core_attention = CausalAttention
 
 
 class CausalAttention(torch.nn.Module):
-    """Core attention with values narrower than keys, which Megatron has only in TransformerEngine."""
+    """Computes core attention with values narrower than keys, which Megatron has only in TransformerEngine."""
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, **_):
         super().__init__()
@@ -92,7 +92,7 @@ class CausalAttention(torch.nn.Module):
 
 
 def logits_of(chunk, token_ids: torch.Tensor) -> torch.Tensor:
-    """[1, T, V / tp] of one unpacked sequence [1, T]; single pipeline stage."""
+    """Return the logits [1, T, V / tp] of an unpacked sequence [1, T]. Needs a single pipeline stage."""
     length = token_ids.shape[1]
     mask = torch.ones(length, length).triu(1).bool()[None, None]
     own_layers = chunk.hf.delta_net is not None or chunk.hf.sinks is not None

@@ -1,4 +1,4 @@
-"""Objectives for runs that tests start."""
+"""Defines objectives for runs that tests start."""
 
 import os
 import signal
@@ -13,9 +13,9 @@ _measured: set[bytes] = set()  # tokens that were scored since the last training
 
 
 class Fragile(Objective):
-    """An objective whose process is killed once, where a step that went too far is scored again on its way back.
+    """Kills the process of rank 1 once, when a step that went too far is scored again while it is undone.
 
-    Of rank 1, and as soon as the run whose configuration stands beside `fragile` has a checkpoint.
+    Waits until the run next to the file `fragile` has a checkpoint.
     """
 
     def __call__(self, **given: Any) -> ObjectiveOutput:
@@ -38,9 +38,9 @@ fragile = Fragile("fragile", PRESETS["dppo_binary_tv"].settings)
 
 
 def hanging(phase: str, how: str, rank: int) -> Objective:
-    """Return an objective with which `rank` hangs once it is in `phase`: "stopped" by SIGSTOP, or "busy" in a loop.
+    """Return an objective that makes `rank` hang after the heartbeat that names `phase`.
 
-    It hangs after its next heartbeat, which names the phase.
+    how: "stopped" by SIGSTOP, or "busy" in a loop.
     """
     moved = heartbeat.moved
 

@@ -1,4 +1,4 @@
-"""Tiny models that answer any prompt with a digit in a box."""
+"""Makes tiny models that answer any prompt with a digit in a box."""
 
 import random
 from pathlib import Path
@@ -12,14 +12,14 @@ from dppo_megatron.hf import make_random_hf_model
 from tests.support.actor_cases import MOE, TINY
 from tests.support.tokenizers import CHAT, save_character_model
 
-DIGITS = "0123"  # each is the answer with a probability of about a quarter, whatever the prompt
+DIGITS = "0123"  # each digit is the answer with probability of about 1/4, for any prompt
 PAD, EOS = 0, 1
 DENSE = TINY["answering"]
 EXPERTS = DENSE | MOE | {"head_dim": 32, "moe_intermediate_size": 32, "mlp_only_layers": []}
 
 
 def make_model(directory: Path, config: dict[str, Any], *, updates: int = 50) -> Path:
-    """Weights, tokenizer and chat template, after a few seconds of supervised training on one core."""
+    """Write weights, tokenizer and chat template, after a few seconds of supervised training on one core."""
     start = directory.with_name("random")
     make_random_hf_model(start, config, seed=1)
     model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
@@ -36,7 +36,7 @@ def make_model(directory: Path, config: dict[str, Any], *, updates: int = 50) ->
 
 
 def _example(tokenizer: Any, digit: str, rng: random.Random) -> tuple[list[int], int]:
-    """Tokens of a prompt of noise with its answer, and where the answer begins."""
+    """Return (tokens of a random prompt and its answer, index at which the answer begins)."""
     prompt = "<user>" + "".join(rng.choices("What is 0123456789+?\n", k=rng.randrange(20, 60))) + "<bot>"
     ids, answer = (tokenizer(text)["input_ids"] for text in (prompt, rf"\boxed{{{digit}}}"))
     return [*ids, *answer, EOS], len(ids)

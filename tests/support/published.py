@@ -1,4 +1,4 @@
-"""Sizes of models, as config.json files have them."""
+"""Reads model sizes as in config.json files."""
 
 from pathlib import Path
 from typing import Any
@@ -9,9 +9,9 @@ Models = dict[str, dict[str, Any]]
 
 
 def read_models(name: str, known: Models | None = None) -> Models:
-    """Return the configs of `tests/data/<name>.yaml`, each with those of the models that it is `like`.
+    """Return the configs of `tests/data/<name>.yaml`. A config also gets the fields of models in the list `like`.
 
-    These are of the same file or `known`. A name that begins with . has what several models share.
+    These models are in the same file or in `known`. Names that begin with . have fields that several models share.
     """
     models = dict(known or {})
     for model, config in yaml.safe_load((Path(__file__).parents[1] / "data" / f"{name}.yaml").read_text()).items():

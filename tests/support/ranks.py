@@ -1,7 +1,7 @@
-"""Ranks for the tests: processes that are started once per world size and run functions named by reference.
+"""Provides ranks for tests: processes that are started once per world size and run functions passed by reference.
 
-Every suite that needs several ranks uses these. The processes come from one fork server, which imports torch and
-Megatron-core once, and for `commands` what a command imports.
+Every suite that needs several ranks uses them. A fork server starts the processes. It imports torch and Megatron-core
+once, and the imports of commands for `commands`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT_S = 600.0
-MOST_THREADS = 24  # of a rank; with more it is replaced by a new process, which costs a fork
-RANKS = "TEST_RANKS"  # environment: names these processes, for files of their own in a directory that others had
+MOST_THREADS = 24  # per rank; with more, all ranks are restarted at the cost of forks
+RANKS = "TEST_RANKS"  # environment variable: identifies these processes in names of files in a reused directory
 TORCH = ("torch", "torch.distributed", "torch._dynamo")  # dispatch modes need Dynamo
 ALL = (
     *TORCH,
@@ -40,7 +40,7 @@ ALL = (
 
 @functools.cache
 def fork_server(preload: tuple[str, ...] = ALL) -> ForkServerContext:
-    """Return the context that starts processes with `preload` imported; the first `preload` is used for all."""
+    """Return a context that starts processes with `preload` imported. The first call's `preload` is used for all."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
@@ -48,7 +48,7 @@ def fork_server(preload: tuple[str, ...] = ALL) -> ForkServerContext:
 
 
 class RankError(Exception):
-    """The errors of the ranks: a list of (type name, message)."""
+    """Raised if ranks raised. `raised` is a list of (type name, message)."""
 
     def __init__(self, raised: list[tuple[str, str]], details: str) -> None:
         super().__init__(details)
@@ -56,18 +56,18 @@ class RankError(Exception):
 
 
 class Ranks:
-    """`size` processes that wait for functions to run.
+    """Runs `size` processes that wait for functions.
 
-    Without `backend` they have no process group: a function opens its own, by `megatron_group` or by `init_layout`
-    after `rendezvous`, and closes it. With one they keep a group over all ranks. After a function that does not return
-    in time the processes are killed, and the next function starts others.
+    Without `backend`, the processes have no process group: a function opens a group by `megatron_group`, or by
+    `init_layout` after `rendezvous`, and closes it. With `backend`, they keep a group over all ranks. If a function
+    does not return in time, the processes are killed, and the next function starts new processes.
     """
 
     def __init__(self, size: int, backend: str | None = None, preload: tuple[str, ...] = ALL) -> None:
         self.size = size
         self._backend = backend
         self._context = fork_server(preload)
-        self._members: list[tuple[Any, Any]] = []  # process, its pipe
+        self._members: list[tuple[Any, Any]] = []  # process, pipe
         self._start()
 
     def __enter__(self) -> Ranks:
@@ -77,7 +77,7 @@ class Ranks:
         self.close()
 
     def run(self, function: Callable[..., Any], **arguments: Any) -> list[Any]:
-        """function(rank=..., **arguments) on every rank -> results in rank order. RankError if any raised."""
+        """Run function(rank=..., **arguments) on every rank; return results in rank order. Raises RankError."""
         if not self._members:
             self._start()
         for _, pipe in self._members:
@@ -92,8 +92,11 @@ class Ranks:
         return [value for _, value in answers]
 
     def _threads(self) -> int:
-        """Of the rank that has most. Process groups that a function left behind have threads that poll: those of some
-        scenarios together would take a core from the tests; six such ranks took a fifth of one."""
+        """Return the highest thread count of any rank.
+
+        Process groups that a function did not close have polling threads. Over several scenarios, they would take a
+        core from the tests; six such ranks took a fifth of a core.
+        """
         return max(psutil.Process(process.pid).num_threads() for process, _ in self._members)
 
     def close(self) -> None:
@@ -139,7 +142,7 @@ class Ranks:
 
 def _serve(rank: int, size: int, store: str, backend: str | None, pipe: Any) -> None:
     warnings.simplefilter("ignore")
-    gc.freeze()  # collections would search all imported modules
+    gc.freeze()  # garbage collections would search all imported modules
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1")
     os.environ[RANKS] = Path(store).parent.name
@@ -160,7 +163,7 @@ def _serve(rank: int, size: int, store: str, backend: str | None, pipe: Any) -> 
 
 
 def _locals(error: Exception) -> str:
-    """Return the values of the variables where an assertion failed; pytest shows them only of its own process."""
+    """Return the local variables of a failed assertion; pytest shows only variables of its process."""
     if not isinstance(error, AssertionError):
         return ""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
@@ -170,12 +173,12 @@ def _locals(error: Exception) -> str:
 def _shown(value: Any) -> str:
     try:
         return str(value)[:300]
-    except Exception:  # for example of a tensor on a simulated device
+    except Exception:  # for example, for a tensor on a simulated device
         return f"a {type(value).__name__} that cannot be shown"
 
 
 def _send(pipe: Any, answer: tuple[str, Any]) -> None:
-    # Plain pickle: torch would otherwise move each tensor through a shared-memory file of its own.
+    # Plain pickle: torch would otherwise move each tensor through a separate shared-memory file.
     pipe.send_bytes(pickle.dumps(answer))
 
 
@@ -183,10 +186,9 @@ def _send(pipe: Any, answer: tuple[str, Any]) -> None:
 def megatron_group(
     directory: Path, tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1, etp: int | None = None
 ) -> Iterator[None]:
-    """On a rank: a gloo group over all ranks and Megatron-core's parallel state of these sizes, on the CPU.
+    """On a rank, open a gloo group over all ranks, and Megatron-core's parallel state with these sizes, on the CPU.
 
-    `directory` is shared by the ranks and must exist. Experts that are sharded (`ep` > 1) are not tensor-parallel by
-    default.
+    `directory` is shared by the ranks and must exist. Sharded experts (`ep` > 1) are not tensor-parallel by default.
     """
     from megatron.core import parallel_state, tensor_parallel
 
@@ -213,7 +215,7 @@ def megatron_group(
 
 
 def rendezvous(directory: Path) -> int:
-    """On a rank: sets MASTER_PORT to a port that rank 0 found, the same on all ranks of `directory`."""
+    """On a rank, set MASTER_PORT to a port that rank 0 found. All ranks with this `directory` get this port."""
     rank = int(os.environ["RANK"])
     number = _rendezvous_count[directory] = _rendezvous_count.get(directory, 0) + 1
     note = directory / f"port-{os.environ.get(RANKS, '')}-{number}"
@@ -228,4 +230,4 @@ def rendezvous(directory: Path) -> int:
     return number
 
 
-_rendezvous_count: dict[Path, int] = {}  # directory -> this rank's rendezvous there so far
+_rendezvous_count: dict[Path, int] = {}  # directory -> number of rendezvous of this rank

@@ -1,4 +1,4 @@
-"""Records as a trainer writes them."""
+"""Makes records as a trainer writes them."""
 
 
 def step_record(step: int, time: float, **changes: float | None) -> dict:

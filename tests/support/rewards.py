@@ -1,4 +1,4 @@
-"""A user's reward by dotted path: something a random policy does now and then."""
+"""Defines a user's reward, by dotted path, that a random policy sometimes gets."""
 
 
 def even_digits(prompt, response_text: str) -> float:

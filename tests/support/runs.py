@@ -1,4 +1,4 @@
-"""Start runs from the command line, as a user does, and read their files."""
+"""Starts runs from the command line, as a user does, and reads run files."""
 
 import contextlib
 import hashlib
@@ -32,13 +32,13 @@ class Engine:
 
 
 def config_tree(task: Path, run_dir: Path, *, urls: tuple[str, ...] = ()) -> dict:
-    """Four steps of four groups of four: seconds on two cores, every part of a run exercised."""
+    """Return a config with four steps of four groups of four. It uses every part of a run, in seconds on two cores."""
     return {
         "run": {"dir": str(run_dir), "stall_timeout_s": 120},
         "model": {"path": str(task / "random_model"), "dtype": "fp32"},
         "parallel": {"world_size": 2, "tensor": 2, "timeout_s": 120},
         "objective": {"name": "dppo_binary_tv", "settings": {"delta": 0.2}},
-        # A random policy is never right: its reward must come from something it sometimes does.
+        # A random policy is never right, so the reward must be for something that it sometimes does.
         "reward": {"name": "tests.support.rewards:even_digits"},
         "data": {"train": str(task / "train.jsonl"), "eval": str(task / "heldout.jsonl"), "max_prompt_tokens": 16},
         "rollout": {"prompts_per_step": GROUPS, "group_size": SAMPLES, "max_response_tokens": 4},
@@ -46,14 +46,14 @@ def config_tree(task: Path, run_dir: Path, *, urls: tuple[str, ...] = ()) -> dic
         "optimizer": {"lr": 1e-3},
         "engine": {
             **{"dtype": "fp32", "max_model_len": 64, "kv_cache_bytes": 1 << 28, "urls": list(urls)},
-            **({"secret_file": str(task / "secret")} if urls else {}),  # of `start_engine`
+            **({"secret_file": str(task / "secret")} if urls else {}),  # the secret of `start_engine`
         },
         "checkpoint": {"every": 2},
     }
 
 
 def write_task(directory: Path, *, heldout: int) -> Path:
-    """Write the quickstart's task with so many held-out sums."""
+    """Write the quickstart's task with `heldout` held-out sums."""
     from make_task import make_task
 
     make_task(directory, seed=1)
@@ -69,7 +69,7 @@ def write_config(tree: dict, path: Path) -> Path:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Return the environment of a test's process. On SIGABRT it prints the stacks of its threads."""
+    """Return the environment of a test process that prints all thread stacks on SIGABRT."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **variables}
 
 
@@ -78,7 +78,7 @@ def start(*arguments: str | Path, output: Path, real: bool = False) -> Command:
 
 
 def run(*arguments: str | Path, check: bool = True, real: bool = False) -> subprocess.CompletedProcess:
-    """Run a command. After a timeout, raise with the stacks of its processes and the ends of its logs."""
+    """Run a command. After a timeout, raise with the stacks of all processes and the ends of logs."""
     with tempfile.TemporaryDirectory() as directory:
         output, errors = Path(directory, "stdout"), Path(directory, "stderr")
         process = Command(*arguments, output=output, errors=errors, variables=environment(), real=real)
@@ -103,14 +103,14 @@ def run(*arguments: str | Path, check: bool = True, real: bool = False) -> subpr
 
 
 def engine_tree(task: Path, directory: Path, **settings: object) -> dict:
-    """Return the config of an engine that several runs share: they know its secret, and it loads their weights."""
+    """Return the config of an engine that runs share: they know the secret, and the engine loads their weights."""
     tree = config_tree(task, directory)
     tree["engine"] |= {"secret_file": str(task / "secret"), "env": {ROOTS_VARIABLE: str(directory.parent)}, **settings}
     return tree
 
 
 def start_engine(task: Path, directory: Path, **settings: object) -> Engine:
-    """settings: of the section `engine`."""
+    """Start an engine. `settings` belong to the section `engine`."""
     config = write_config(engine_tree(task, directory, **settings), directory / "config.yaml")
     process = start("engine", config, output=directory / "engine.out")
     service = directory / "services" / "engine-0.json"
@@ -147,12 +147,12 @@ def records(run_dir: Path) -> list[dict]:
 
 
 def steps_done(run_dir: Path) -> list[int]:
-    """Steps with a training record, in the order of the file."""
+    """Return the steps with a training record, in file order."""
     return [r["step"] for r in records(run_dir) if "time/step_s" in r]
 
 
 def train_to_end(tree: dict) -> list[dict]:
-    """Train by the command; return the records of the steps, which must be all, with gradients."""
+    """Train by the command, and return the step records. Checks that all steps are there, with gradients."""
     run_dir = Path(tree["run"]["dir"])
     run("train", write_config(tree, run_dir.with_suffix(".yaml")))
     assert steps_done(run_dir) == list(range(1, STEPS + 1))

@@ -1,4 +1,4 @@
-"""The results of a rank on its columns of the logits, and the number of its collectives."""
+"""Computes a rank's results on its logits columns, and counts the rank's collectives."""
 
 from collections import Counter
 from contextlib import nullcontext
@@ -12,7 +12,7 @@ from tests.support.statistics_reference import Case, lay_out, make_inputs, weigh
 
 
 class CountCollectives(TorchDispatchMode):
-    """Counts every operation of torch.distributed that reaches the dispatcher, by name."""
+    """Counts, by name, torch.distributed operations that reach the dispatcher."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,10 +41,9 @@ class Largest(TorchDispatchMode):
 def shard_case(
     case: Case, rank: int, backend: str = "torch", count: bool = True, device: str = "cpu", **options: Any
 ) -> dict[str, Any]:
-    """Run token_statistics on this rank's columns. Returns its results and its gradient, on the CPU, and its
-    collectives.
+    """Run token_statistics on this rank's columns. Return results and gradient, on the CPU, and collectives.
 
-    count=False: without the dispatch modes that count them, under which torch.compile does nothing.
+    count=False: do not count collectives, because torch.compile does nothing under the counting dispatch modes.
     """
     from dppo_megatron.vocab_parallel import token_statistics
 

@@ -1,4 +1,4 @@
-"""A unit of CPU time for tests that bound one: hosts differ, and so do moments of a shared one."""
+"""Measures a unit of CPU time for tests with time limits, because hosts differ, and shared hosts vary over time."""
 
 import time
 

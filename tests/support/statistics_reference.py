@@ -1,4 +1,4 @@
-"""Random cases and their float64 full-vocabulary reference, shared by the tests of vocab_parallel."""
+"""Makes random cases with a float64 full-vocabulary reference for the tests of vocab_parallel."""
 
 from __future__ import annotations
 
@@ -11,14 +11,19 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Half a unit in the last place, relative: what rounding a gradient to the logits' dtype may cost.
+# Half a unit in the last place, relative: the error of rounding a gradient to the logits' dtype.
 HALF_ULP = {"fp64": 2.0**-53, "fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
 
 
 @dataclass(frozen=True)
 class Case:
-    """columns: of each rank's shard, with padding. vocab: valid columns in all. topk: K, None for no list. kept: most
-    rows are over a few tokens alone."""
+    """Describes a random case.
+
+    - columns: columns in each rank's shard, with padding
+    - vocab: valid columns in all
+    - topk: K, or None for no list
+    - kept: most rows have a sampling mask
+    """
 
     seed: int
     tokens: int
@@ -80,7 +85,7 @@ def cases(draw: st.DrawFn, world: int = 1) -> Case:
 
 
 def make_inputs(case: Case) -> Inputs:
-    """Full-vocabulary inputs, alike on all ranks. Lists hold duplicates, absent ids and often the target."""
+    """Make full-vocabulary inputs, equal on all ranks. Lists have duplicates, absent ids and often the target."""
     random = torch.Generator().manual_seed(case.seed)
     rows, valid = case.tokens, case.valid
     logits = torch.randn(rows, sum(case.columns), generator=random) * case.spread
@@ -117,7 +122,7 @@ def make_inputs(case: Case) -> Inputs:
 
 
 def masked(logits: Tensor, inputs: Inputs) -> Tensor:
-    """logits [T, V] of the whole vocabulary, -inf outside the sampling masks."""
+    """Return the logits [T, V] over the whole vocabulary, with -inf outside the sampling masks."""
     if inputs.sampling_mask_counts is None:
         return logits
     rows = torch.arange(len(logits)).repeat_interleave(inputs.sampling_mask_counts.long())
@@ -128,7 +133,7 @@ def masked(logits: Tensor, inputs: Inputs) -> Tensor:
 
 
 def lay_out(shard: Tensor, layout: str) -> Tensor:
-    """The same values with other strides."""
+    """Return equal values with other strides."""
     if layout == "transposed":
         return shard.t().contiguous().t()
     if layout == "sliced":
@@ -139,7 +144,7 @@ def lay_out(shard: Tensor, layout: str) -> Tensor:
 
 
 def weighted(values: tuple[Tensor | None, ...], weights: tuple[Tensor, ...], entropy_gradient: bool) -> Tensor:
-    """A scalar of logprob, entropy, topk_logprob, other_logprob; infinite values (absent ids) left out."""
+    """Sum weighted logprob, entropy, topk_logprob and other_logprob, without infinite values (absent ids)."""
     total = torch.zeros((), dtype=torch.float64)
     for number, (value, weight) in enumerate(zip(values, weights, strict=True)):
         if value is None or (number == 1 and not entropy_gradient):
@@ -155,7 +160,7 @@ class Reference:
     topk_logprob: Tensor | None
     other_logprob: Tensor | None
     gradient: Tensor  # [T, all columns]
-    arriving: Tensor  # [T, 1] sum of the absolute gradients that arrive at the row's statistics, over temperature
+    arriving: Tensor  # [T, 1] sum of absolute gradients that arrive at a row's statistics, divided by temperature
 
 
 def reference(case: Case, inputs: Inputs) -> Reference:
@@ -188,7 +193,7 @@ def reference(case: Case, inputs: Inputs) -> Reference:
 def assert_close_to_reference(
     case: Case, expected: Reference, values: dict[str, Tensor | None], gradient: Tensor | None, slack: float = 1.0
 ) -> None:
-    """values by field name; gradient [T, all columns], None if not asked for. slack: times the CPU's rounding."""
+    """Check values by field name, and gradient [T, all columns] if given. slack: factor on the CPU's rounding."""
     tiny = slack * (1e-12 if case.dtype == "fp64" else 2e-6)
     for name in ("logprob", "entropy", "topk_logprob", "other_logprob"):
         found, wanted = values[name], getattr(expected, name)
@@ -203,7 +208,7 @@ def assert_close_to_reference(
         finite = torch.isfinite(wanted)
         assert torch.equal(finite, torch.isfinite(found)), name
         assert torch.equal(found[~finite].double(), wanted[~finite]), name
-        # 2e-6 absolute; fp32 cannot hold a log-prob of -80 so closely: three units in its last place.
+        # 2e-6 absolute, plus three units in the last place, because fp32 cannot represent -80 so closely.
         error = (found.double() - wanted)[finite].abs() - slack * 3.6e-7 * wanted[finite].abs()
         assert error.numel() == 0 or error.max() <= tiny, f"{name}: {error.max():.2e}"
     if gradient is None:
@@ -215,10 +220,10 @@ def assert_close_to_reference(
         return
     largest = wanted.abs().amax(dim=1, keepdim=True)
     exact = case.dtype == "fp64"
-    # Relative to the row's gradient, plus one unit in the last place of what may cancel to form it.
+    # Relative to the row's gradient, plus a unit in the last place of the terms that may cancel.
     allowed = (1e-12 if exact else 1e-6) * largest + (1e-15 if exact else 1.2e-7) * expected.arriving
     allowed = slack * allowed + HALF_ULP[case.dtype] * 1.01 * wanted.abs()
     if case.dtype == "fp16":
-        allowed = allowed + 2.0**-25  # half of its smallest step
+        allowed = allowed + 2.0**-25  # half of fp16's smallest step
     excess = (gradient.double() - wanted).abs() - allowed
     assert excess.max() <= 0, f"gradient: {excess.max():.2e} over the allowed error"

@@ -1,9 +1,9 @@
-"""Run Python with these arguments, and leave no process and no temporary file when it ends, however it ends.
+"""Runs Python with these arguments, and leaves no process and no temporary file, however it ends.
 
     python tests/support/supervised.py -m pytest tests
 
-Its processes get a temporary directory of their own. All of them, also daemons and sessions of their own, are killed
-when the command ends, after SIGTERM or SIGINT, and when the parent of this process dies: `make` after a SIGKILL.
+All processes get a separate temporary directory. All of them, including daemons and other sessions, are killed when the
+command ends, after SIGTERM or SIGINT, and when this process's parent dies, for example `make` after a SIGKILL.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from types import FrameType
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 GRACE_S = 5.0
-TRACKER = b"resource_tracker"  # removes what dead processes left in /dev/shm, and then ends by itself
+TRACKER = b"resource_tracker"  # removes files of dead processes from /dev/shm, and then ends by itself
 
 
 class Signalled(BaseException):
@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans become children of this process
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     directory = tempfile.mkdtemp(prefix="dppo-")
-    os.chmod(directory, 0o1777)  # as /tmp: some tests are another user
+    os.chmod(directory, 0o1777)  # like /tmp: some tests run as another user
     command = None
     try:
         if os.getppid() != parent:
@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
         command = subprocess.Popen([sys.executable, *arguments], env=os.environ | {"TMPDIR": directory})
         return _wait_for(command.pid)
     except Signalled as ended:
-        if command is not None and ended.args[0] == signal.SIGINT:  # Ctrl-C reached the command, too: it reports
+        if command is not None and ended.args[0] == signal.SIGINT:  # Ctrl-C reached the command, too, so let it report
             with contextlib.suppress(subprocess.TimeoutExpired):
                 command.wait(GRACE_S)
         return 128 + ended.args[0]
@@ -60,13 +60,13 @@ def _raise(number: int, _frame: FrameType | None) -> None:
 
 def _wait_for(pid: int) -> int:
     while True:
-        ended, status = os.wait()  # of orphans, too
+        ended, status = os.wait()  # also for orphans
         if ended == pid:
             return os.waitstatus_to_exitcode(status)
 
 
 def _kill_children() -> None:
-    """Kill every child, then the children that they leave, until there are none."""
+    """Kill every child, then the children that these leave, until none remain."""
     deadline = time.monotonic() + GRACE_S
     while children := _children():
         for pid in children:

@@ -1,4 +1,4 @@
-"""Scores of a teacher, computed by transformers."""
+"""Checks a teacher's scores with transformers."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from dppo_megatron.types import Prompt, Rollout
 
 @torch.no_grad()
 def check_scores(given: Sequence[tuple[Prompt, Rollout]], model: Path) -> None:
-    """The teacher's columns are the scores of `model` in transformers. Sequences are padded at their end."""
+    """Check that the teacher's columns are the scores of `model` in transformers. Sequences are padded at the end."""
     from transformers import AutoModelForCausalLM
 
     scorer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()

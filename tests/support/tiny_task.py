@@ -1,4 +1,4 @@
-"""A tiny policy, a bank that it sampled itself, and configs that train on it."""
+"""Makes a tiny policy, a bank that the policy sampled, and configs that train on the bank."""
 
 import json
 from pathlib import Path
@@ -14,13 +14,13 @@ from dppo_megatron.types import Prompt, Rollout, RolloutGroup
 from tests.support.actor_cases import QWEN3
 from tests.support.configs import make_config
 
-VOCAB, EOS, K, TEMPERATURE = 23, 0, 4, 0.9  # not a multiple of the ranks: the head is padded
+VOCAB, EOS, K, TEMPERATURE = 23, 0, 4, 0.9  # not a multiple of the number of ranks, so the head is padded
 STEPS, GROUPS, SAMPLES, LONGEST = 3, 4, 4, 6
 MODEL = {**QWEN3, "num_hidden_layers": 2, "head_dim": 8, "vocab_size": VOCAB, "max_position_embeddings": 64}
 
 
 def make_task(directory: Path) -> Path:
-    """model/ and bank/ below `directory`."""
+    """Write model/ and bank/ below `directory`."""
     from transformers import AutoModelForCausalLM
 
     from dppo_megatron.hf import make_random_hf_model
@@ -35,7 +35,7 @@ def make_task(directory: Path) -> Path:
 
 
 def write_config_json(directory: Path, **fields: Any) -> Path:
-    """config.json of MODEL in model/ below `directory`, for code that reads no weights."""
+    """Write MODEL's config.json to model/ below `directory`, for code that reads no weights."""
     (directory / "model").mkdir(parents=True, exist_ok=True)
     (directory / "model" / "config.json").write_text(json.dumps(MODEL | fields))
     return directory / "model"
@@ -43,7 +43,7 @@ def write_config_json(directory: Path, **fields: Any) -> Path:
 
 @torch.no_grad()
 def sample_group(model: Any, position: int, generator: torch.Generator) -> RolloutGroup:
-    """Sampled token by token from `model`, with its own log-probs; the reward is how often token 1 or 2 came."""
+    """Sample a group token by token from `model`, with its log-probs. The reward counts tokens 1 and 2."""
     prompt = Prompt(position, position, np.array([3 + position % 5, 4], np.int32), f"prompt {position}", "1 2")
     rollouts = []
     for _ in range(SAMPLES):
@@ -79,7 +79,7 @@ def sample_group(model: Any, position: int, generator: torch.Generator) -> Rollo
 
 
 def task_config(task: Path, **sections: dict[str, Any]) -> Config:
-    """Trains on the task's bank; `sections` change it section by section."""
+    """Return a config that trains on the task's bank, updated by `sections` section by section."""
     tree: dict[str, dict[str, Any]] = {
         "run": {"dir": str(task / "run"), "seed": 3},
         "model": {"path": str(task / "model"), "dtype": "fp32"},

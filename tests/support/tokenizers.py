@@ -1,4 +1,4 @@
-"""Tokenizers small enough to build in a test."""
+"""Builds tokenizers that are small enough for a test."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if ad
 
 
 def save_character_model(directory: Path, *, vocab_size: int = 128, chat_template: str | None = None) -> Path:
-    """A model directory with a tokenizer of one token per printable character, and no weights."""
+    """Write a model directory with a tokenizer of one token per printable character, and no weights."""
     directory.mkdir(parents=True, exist_ok=True)
     vocabulary = ["<pad>", "<eos>", *map(chr, range(32, 127)), "\n"]
     tokenizer = character_tokenizer(vocabulary, eos="<eos>", positions=10**6)

@@ -1,4 +1,4 @@
-"""Groups of several turns and branches, made from groups of responses."""
+"""Makes groups with several turns and branches from groups of responses."""
 
 from dataclasses import replace
 
@@ -11,9 +11,9 @@ OF_POLICY = ("rollout_logprob", "versions", "topk_ids", "rollout_topk_logprob", 
 
 
 def with_turns(group: RolloutGroup, seed: int = 0) -> RolloutGroup:
-    """Every response becomes turns, between which the environment answered; the first one ends in two branches.
+    """Split every response into turns with an environment reply in between. The first response gets two branches.
 
-    A response of fewer than 4 tokens stays as it is. Rewards are those of the trajectories.
+    Responses with fewer than 4 tokens are not split. Branches have the trajectory's reward.
     """
     rng = np.random.default_rng([seed, group.prompt.position])
     rollouts, rewards = [], []
@@ -24,7 +24,7 @@ def with_turns(group: RolloutGroup, seed: int = 0) -> RolloutGroup:
             a, b = sorted(rng.choice(np.arange(1, len(rollout.token_ids)), 2, replace=False))
             end = len(rollout.token_ids)
             branches = [_spanned(rollout, [(POLICY, a, 0), (ENVIRONMENT, b - a, 0), (POLICY, end - b, 1)])]
-            if number == 0:  # the second branch keeps the first turn, the rest of its tokens are its own
+            if number == 0:  # the second branch keeps the first turn, and has other tokens after it
                 other = replace(rollout, token_ids=np.concatenate([rollout.token_ids[:a], rollout.token_ids[a:][::-1]]))
                 branches.append(_spanned(other, [(INHERITED, a, 0), (ENVIRONMENT, b - a, 0), (POLICY, end - b, 1)]))
         rollouts += branches
@@ -34,7 +34,7 @@ def with_turns(group: RolloutGroup, seed: int = 0) -> RolloutGroup:
 
 
 def _spanned(rollout: Rollout, spans: list[tuple[int, int, int]]) -> Rollout:
-    """Keep the columns of only those tokens that the policy sampled."""
+    """Keep columns only for tokens that the policy sampled."""
     rows = np.array(spans, np.int32)
     own = np.repeat(rows[:, 0] == POLICY, rows[:, 1])
     kept = {name: None if (of := getattr(rollout, name)) is None else of[own] for name in OF_POLICY}

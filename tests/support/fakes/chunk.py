@@ -1,4 +1,4 @@
-"""A stand-in for a GPTModel: parameters of the right names and shapes, no arithmetic, no Megatron."""
+"""Fakes a GPTModel: parameters with the right names and shapes, but no arithmetic and no Megatron."""
 
 import torch
 from torch import nn
@@ -9,12 +9,12 @@ ALONE = hf.ShardGroup(None, 0, 1)
 
 
 def ranks(tp_rank: int = 0, tp_size: int = 1) -> hf.ParallelRanks:
-    """A place among ranks that are not running: enough to load, which issues no collectives."""
+    """Return a rank's place without running ranks. Loading needs no more, because it issues no collectives."""
     return hf.ParallelRanks(hf.ShardGroup(None, tp_rank, tp_size), ALONE, ALONE, True, True)
 
 
 def fake_chunk(config: hf.HFModelConfig, tp_size: int = 1) -> nn.Module:
-    """Return a pipeline stage with every parameter of `config`, filled with NaN to show unwritten ones."""
+    """Return a pipeline stage with every parameter of `config`, filled with NaN to show unwritten parameters."""
     padded = -(-config.vocab_size // tp_size) * tp_size
     weight_map = hf.WeightMap(config, hf.MegatronLayout(padded))
     chunk = nn.Module()
@@ -36,7 +36,7 @@ def fake_chunk(config: hf.HFModelConfig, tp_size: int = 1) -> nn.Module:
 
 
 def put(chunk: nn.Module, name: str, shape: tuple[int, ...]) -> None:
-    """Adds the parameter `name` (a buffer for a router's expert bias), making the modules on the way."""
+    """Add the parameter `name` (a buffer for a router's expert bias) and missing parent modules."""
     *path, leaf = name.split(".")
     module = chunk
     for part in path:

@@ -1,4 +1,4 @@
-"""An engine without a server: its one worker is the real receiver, in a thread of the trainer's rank 0."""
+"""Fakes an engine without a server. The only worker is the real receiver, in a thread of trainer rank 0."""
 
 import asyncio
 import threading
@@ -18,25 +18,25 @@ from dppo_megatron.weights.fingerprint import Fingerprint, add
 from dppo_megatron.weights.process_group import WeightGroupError
 
 LATE_S = 60.0
-READ_AHEAD = 20_000  # bytes: some tensors, and not all
+READ_AHEAD = 20_000  # bytes: some tensors, but not all
 SCORES = np.linspace(-3, -1, 7, dtype=np.float32)
 
 Result = TypeVar("Result")
 
 
 def engine_info(version: int, instance: str, began: float | None, **more: Any) -> EngineInfo:
-    """What a fake engine reports; `began` is when the update began that runs."""
+    """Return the info that a fake engine reports. `began` is when the running update began."""
     more |= {"instance": instance, "updating_s": None if began is None else time.monotonic() - began}
     return EngineInfo(version, 100, 64, 20, "processed_logprobs", "float32", "m", "fake", 0, **more)
 
 
 class FakeEngine:
-    """Keeps what it receives in `weights`. `dies_at` names what kills it: "join", "receive", or a bucket's number.
+    """Keeps received tensors in `weights`. An engine with `down` does not answer.
 
-    `down` engines do not answer. `freezes_at` likewise, or "loaded", "check" (of its log-probs), "held" (of its
-    fingerprints): one that freezes keeps its connections too, and nothing comes from it but, when `front_lives`, what
-    the process in front of the frozen one answers; its client gives up after `timeout_s`. Who asked one that dies hears
-    of it once `death_shows` is set.
+    - dies_at: "join", "receive" or a bucket number. Callers learn that the engine died once `death_shows` is set.
+    - freezes_at: the places of `dies_at`, "loaded", "check" (log-probs) or "held" (fingerprints). A frozen engine keeps
+      connections open, and the client gives up after `timeout_s`.
+    - front_lives: while the worker is frozen in an update, the process in front of it still answers.
     """
 
     def __init__(self, url: str):
@@ -47,7 +47,7 @@ class FakeEngine:
         self.freezes_at: str | int | None = None
         self.front_lives = False
         self.timeout_s = LATE_S
-        self._updating: float | None = None  # when the update that runs began
+        self._updating: float | None = None  # when the running update began
         self.death_shows = threading.Event()
         self.death_shows.set()
         self._thawed = threading.Event()
@@ -56,7 +56,7 @@ class FakeEngine:
         self.joined: list[str] = []
         self.corrupt: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, tensor: tensor
         self.score_offset: float | np.ndarray = 0.0
-        self.events: list[str] = []  # what happens to it; may be shared
+        self.events: list[str] = []  # calls in order; may be shared
         self._receiver: WeightReceiver | None = None
         self._group = ""
 
@@ -125,7 +125,7 @@ class FakeEngine:
         return received
 
     async def _update(self, act: Callable[[], Result]) -> Result:
-        """Run `act` in a thread, as a worker does; the client gives up after `timeout_s`."""
+        """Run `act` in a thread, as a worker does. The client gives up after `timeout_s`."""
 
         def work() -> Result:
             try:

@@ -1,4 +1,4 @@
-"""Fake inference servers in this process: they die, freeze, lie about their weights and come back."""
+"""Fakes inference servers in this process that die, freeze, report wrong weights and come back."""
 
 import asyncio
 import itertools
@@ -34,27 +34,27 @@ def policy_scores(version: int) -> list[float]:
 
 @dataclass
 class FakeServer:
-    """Serves the weights of policy `weights` and reports that it serves `claims`."""
+    """Serves the weights of policy `weights`, but reports policy `claims`."""
 
     weights: int = 0
     claims: int = 0
     instance: str = field(default_factory=lambda: f"instance-{next(_INSTANCES)}")
     up: bool = True
     frozen: bool = False
-    ignores_loads: bool = False  # answers that it loaded, and keeps its weights
+    ignores_loads: bool = False  # reports a load, but keeps the old weights
     refuses: bool = False
-    misloads: bool = False  # has other bits than it was sent, with log-probs within the tolerance
+    misloads: bool = False  # has other bits than were sent, with log-probs within the tolerance
     corrupts: bool = False
     generate_s: float = 0.0
     load_s: float = 0.0
     asked: list[GenerateRequest] = field(default_factory=list)
     loads: list[int] = field(default_factory=list)
     running: int = 0
-    began: float | None = None  # the load that goes on
+    began: float | None = None  # start of the running load
 
     @property
     def bits(self) -> int:
-        """Identify the weights; those of the trainer are the version."""
+        """Identify the weights. The trainer's weights are identified by the version."""
         return self.weights + 1000 * self.misloads
 
     def restart(self, weights: int, claims: int) -> None:
@@ -63,13 +63,13 @@ class FakeServer:
 
 
 class FakeEngine:
-    """A client of one; see `Engine`."""
+    """Fakes the client of a FakeServer. See `Engine`."""
 
     def __init__(self, url: str, server: FakeServer):
         self.url = url
         self.counts: Counter[str] = Counter()
         self._server = server
-        self._instance: str | None = None  # that it first sampled from
+        self._instance: str | None = None  # instance that it first sampled from
 
     async def _reach(self, seconds: float = 0.0) -> None:
         instance, deadline = self._server.instance, time.monotonic() + seconds
@@ -145,7 +145,7 @@ def request(name: str = "g") -> GenerateRequest:
 
 @dataclass
 class World:
-    """Some servers, the registry that names them, and the trainer's publishing."""
+    """Contains servers, the registry that lists them, and the trainer's publishing."""
 
     config: Config
     servers: dict[str, FakeServer]
@@ -162,9 +162,9 @@ class World:
         return FakeEngine(url, self.servers[url])
 
     def publish(self, version: int, to: tuple[str, ...] | None = None, path: str | None = "/weights") -> None:
-        """The trainer's part: loads into the servers at `to`, by default all, and names them as confirmed.
+        """Publish as the trainer does: load into the servers `to`, by default all, and list them as confirmed.
 
-        `path` None: broadcast.
+        `path` None means a broadcast.
         """
         reached = self.servers if to is None else to
         for url in reached:
@@ -186,7 +186,7 @@ class World:
         timeout_s: float = 20.0,
         trainer: bool = True,
     ) -> AsyncIterator[Sampler]:
-        """Inside, a pool monitors the servers, and the sampler asks it. By default all engines suit the run."""
+        """Yield a sampler on a pool that monitors the servers. By default, all engines suit the run."""
         self.pool = EnginePool(
             self.config,
             services=self.services,
@@ -204,7 +204,7 @@ def tokens(rollouts: Sequence[Rollout]) -> list[list[int]]:
 
 
 async def many(sampler: Sampler, count: int) -> list[tuple[Rollout, ...]]:
-    """The samples of `count` requests at once."""
+    """Return the samples of `count` concurrent requests."""
     return await asyncio.gather(*(sampler.generate(request(f"g{i}")) for i in range(count)))
 
 

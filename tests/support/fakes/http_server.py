@@ -1,4 +1,4 @@
-"""A server that plays one: canned replies, silence, and a hung-up connection."""
+"""Fakes a server with canned replies, silence and closed connections."""
 
 import asyncio
 
@@ -10,11 +10,11 @@ def http(status: int, body: bytes) -> bytes:
 
 
 class Last(bytes):
-    """A reply behind which the connection is closed."""
+    """Marks a reply after which the server closes the connection."""
 
 
 async def read_request(reader) -> str | None:
-    """Return the path of the next request, whose body is read; None at the end of the connection."""
+    """Read the next request with its body, and return the path; None at the end of the connection."""
     if not (line := await reader.readline()):
         return None
     headers = (await reader.readuntil(b"\r\n\r\n")).lower()
@@ -24,9 +24,10 @@ async def read_request(reader) -> str | None:
 
 
 def against(config, replies, use, unused=None):
-    """Result of `use` on a client of a server that answers a path with the bytes of `replies`, one after the other.
+    """Return the result of `use` on a client of a server that answers each path with `replies[path]`, in order.
 
-    A reply of None keeps silent; empty bytes hang up. Paths with replies left are added to the list `unused`.
+    With the reply None the server stays silent; with empty bytes it closes the connection. Paths with remaining replies
+    are added to the list `unused`.
     """
     replies = {path: list(each) for path, each in replies.items()}
 

@@ -1,4 +1,4 @@
-"""An orchestrator with everything around it in this process: a scripted engine, prompts, rewards, a trainer."""
+"""Runs an orchestrator in this process with a scripted engine, prompts, rewards and a trainer."""
 
 import asyncio
 import json
@@ -44,7 +44,7 @@ def sampling_config(run_dir: Path, *, steps: int = 3, sets: Any = (), **rollout:
 
 
 class Prompts:
-    """Position p is the prompt [p]; its row is p % 7."""
+    """Provides the prompt [p] with row p % 7 at position p."""
 
     def __init__(self, count: int = 1000):
         self._count = count
@@ -62,7 +62,7 @@ class Tokenizer:
 
 
 class Rewards:
-    """Sample i scores i, or 1 where `hopeless(position)`; where `broken(position)` every verifier fails."""
+    """Gives sample i the reward i, or 1 if `hopeless(position)`. If `broken(position)`, every verifier fails."""
 
     last_failure = "raised: Broken"
 
@@ -81,7 +81,7 @@ class Rewards:
 
 @dataclass
 class ScriptedEngine:
-    """Answers after `delay(request)` seconds with tokens that follow from its seeds and the policy then served."""
+    """Answers after `delay(request)` seconds with tokens that depend on the seeds and the served policy version."""
 
     published: Path
     delay: Callable[[GenerateRequest], float] = lambda request: 0.0
@@ -123,7 +123,7 @@ class ScriptedEngine:
 
 @dataclass
 class World:
-    """One run directory in which orchestrators run, one attempt after the other."""
+    """Represents a run directory in which orchestrators run, one attempt after the other."""
 
     config: Config
     hopeless: Callable[[int], bool] = lambda position: False
@@ -131,9 +131,9 @@ class World:
     training_s: float = 0.0  # from a step's last group to the next policy
     last_version: int | None = None  # the trainer dies after publishing it
     journals: Journals | None = None
-    prompts_in_all: int | None = None  # no trainer: one policy answers so many
-    episodes: Callable[[Sampler], Episodes] | None = None  # where the policy answers in turns
-    teachers: Callable[[], Teachers] | None = None  # where groups are scored by teachers
+    prompts_in_all: int | None = None  # without a trainer: number of prompts that one policy answers
+    episodes: Callable[[Sampler], Episodes] | None = None  # if the policy answers in turns
+    teachers: Callable[[], Teachers] | None = None  # if teachers score groups
 
     @property
     def run(self) -> RunDir:
@@ -200,7 +200,7 @@ class World:
                     await teachers.close()
 
     async def _train(self, bank: BankWriter) -> None:
-        """Publish version v as soon as the bank has the batches of the v steps before it."""
+        """Publish version v as soon as the bank has the batches of v steps."""
         last = self.config.train.steps if self.last_version is None else self.last_version
         last = last if self.prompts_in_all is None else 0
         for version in range(last + 1):
@@ -210,18 +210,18 @@ class World:
             PublishedPolicy(version, "unused", time.time()).write(self.run.published)
 
     def groups(self) -> list:
-        """Every group of the bank in training order."""
+        """Return every group of the bank in training order."""
         reader = BankReader(self.run.bank)
         return [reader.read(entry) for entry in reader.entries(0, reader.refresh())]
 
     def steps(self) -> list[list[int]]:
-        """The prompt positions of each step's batch, ascending."""
+        """Return the prompt positions of each step's batch, ascending."""
         positions = [group.prompt.position for group in self.groups()]
         size = self.config.rollout.prompts_per_step
         return [sorted(positions[i : i + size]) for i in range(0, len(positions), size)]
 
     def dropped(self) -> list[dict]:
-        """The bank's records of prompts without a group."""
+        """Return the bank's records of prompts without a group."""
         lines = [line for path in sorted(self.run.bank.glob("*.jsonl")) for line in path.read_text().splitlines()]
         return [record for record in map(json.loads, lines) if record["kind"] == "dropped"]
 

@@ -1,11 +1,11 @@
-"""A config of two trainer nodes and an engine node that no model or data stands behind."""
+"""Makes a config for two trainer nodes and an engine node, without a model or data."""
 
 from dppo_megatron.config import Config
 from tests.support.configs import make_config
 
 
 def config(*, world_size=16, engines=4, tensor_parallel=2, sections=None, **slurm) -> Config:
-    """`sections`: further ones, and what to add to those here."""
+    """Return the config, updated by `sections`."""
     tree = {
         "run": {"dir": "run"},
         "model": {"path": "model"},

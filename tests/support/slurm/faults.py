@@ -1,4 +1,4 @@
-"""Faults of single nodes of the lab, see faulty_node.sh."""
+"""Makes single nodes of the lab faulty. See faulty_node.sh."""
 
 import sys
 from pathlib import Path
@@ -10,6 +10,6 @@ FAULTY_NODE = SUPPORT / "faulty_node.sh"
 
 
 def fault_environment(run: Run, task: Path, fault: str, nodes: str) -> dict[str, str]:
-    """What faulty_node.sh reads: the fault, and on which nodes it is."""
+    """Return the variables that faulty_node.sh reads: the fault, the faulty nodes, and paths."""
     paths = {"RUN": run.directory, "MODEL": task / "random_model", "GPUS": SUPPORT / "gpus", "PYTHON": sys.executable}
     return {"FAULT": fault, "FAULT_NODES": nodes} | {name: str(path) for name, path in paths.items()}

@@ -1,4 +1,4 @@
-"""The program, whose process stops as by SIGSTOP when it is about to join the first group of a preflight."""
+"""Runs the program, but stops the process by SIGSTOP before it joins the first preflight group."""
 
 import os
 import signal

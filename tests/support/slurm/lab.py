@@ -1,9 +1,9 @@
-"""A real Slurm on this machine: munged, slurmctld and four slurmd on loopback, in one directory, ended by pid.
+"""Runs a real Slurm on this machine: munged, slurmctld and four slurmd on loopback, in one directory, ended by pid.
 
     python tests/support/slurm/lab.py DIRECTORY      # runs until Ctrl-C; prints the SLURM_CONF to export
 
-Every "node" is this machine under another name, so nodes share its address, its file system and its cores: a process
-knows its node by SLURMD_NODENAME alone. Each has two "GPUs" of a type, which are device files that every Linux has.
+Every "node" is this machine under another name, so nodes share the address, the file system and the cores. A process
+knows its node only by SLURMD_NODENAME. Each node has two typed "GPUs", which are device files that every Linux has.
 """
 
 import contextlib
@@ -23,13 +23,13 @@ import psutil
 NODES = tuple(f"node{i}" for i in range(1, 5))
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel")
 START_TIMEOUT_S = 30.0
-NODE_TIMEOUT_S = 10  # a node that does not answer is down after this
+NODE_TIMEOUT_S = 10  # after this, a silent node is down
 
 CONF = Path(__file__).with_name("slurm.conf").read_text()
 
 
 def why_not() -> str | None:
-    """Why this machine cannot run the lab, or None."""
+    """Return why this machine cannot run the lab, or None."""
     if missing := [name for name in PROGRAMS if not shutil.which(name)]:
         return f"Slurm is not installed ({', '.join(missing)} not found): `make test-slurm` installs it as root"
     if os.geteuid() != 0:
@@ -38,7 +38,7 @@ def why_not() -> str | None:
 
 
 class Lab:
-    """Starts on construction, which takes about two seconds; `close` ends every process it started."""
+    """Starts Slurm on construction, which takes about two seconds. `close` ends every process that it started."""
 
     def __init__(self, root: Path):
         self.root = root
@@ -66,7 +66,7 @@ class Lab:
     def run(
         self, *command: str, environment: Mapping[str, str] | None = None, check: bool = True, timeout_s: float = 30.0
     ) -> str:
-        """Output of a command in the lab."""
+        """Return the output of a command in the lab."""
         environment = {**self.environment, **(environment or {})}
         result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
         said = f"{command}: exit code {result.returncode}: {result.stdout}{result.stderr}"
@@ -78,7 +78,7 @@ class Lab:
         return dict(line.split() for line in lines if len(line.split()) == 2)
 
     def job(self, job: str) -> dict[str, str]:
-        """Fields of `scontrol show job`."""
+        """Return the fields of `scontrol show job`."""
         shown = self.run("scontrol", "show", "job", "--oneliner", job).splitlines()[0]
         return dict(word.partition("=")[::2] for word in shown.split())
 
@@ -87,14 +87,14 @@ class Lab:
         self._start(node, "slurmd", "-D", "-N", node, "-f", str(self.conf))
 
     def kill_node(self, node: str) -> None:
-        """What a power failure does: slurmd, the steps it started and their tasks are gone at once."""
+        """Kill slurmd, its steps and their tasks at once, as a power failure does."""
         daemon = self._daemons.pop(node)
         daemon.kill()
         _kill([*self._step_daemons(node), *self.processes_on(node)])
         daemon.wait()
 
     def processes_on(self, node: str | None = None) -> list[psutil.Process]:
-        """Everything that jobs of this lab started, on one node or on all."""
+        """Return all processes that jobs of this lab started, on one node or on all nodes."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -109,11 +109,11 @@ class Lab:
         return found
 
     def idle(self) -> bool:
-        """Whether no job waits, runs or completes: until then the next job would get other nodes."""
+        """Return whether no job waits, runs or completes. Otherwise the next job would get other nodes."""
         return not self.run("squeue", "-h", check=False) and not self.processes_on()
 
     def _step_daemons(self, node: str = "") -> list[psutil.Process]:
-        """The slurmstepd processes, known by the socket each has in its node's spool directory."""
+        """Return the slurmstepd processes, which have a socket in the node's spool directory."""
         spool, found = str(self.root / "spool" / node), []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):

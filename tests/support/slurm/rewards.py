@@ -1,4 +1,4 @@
-"""A reward that holds the run after its second step until the test lets it go on."""
+"""Defines a reward that blocks the run after the second step until the test opens a gate."""
 
 import os
 import time

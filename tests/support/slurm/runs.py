@@ -1,4 +1,4 @@
-"""Submitting runs as a user does, and watching them."""
+"""Submits runs as a user does, and watches them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TIMEOUT_S = 900
 
 
 def quickstart(task: Path, run_dir: Path, **changes: dict) -> dict:
-    """The quickstart's config with a random policy and few small steps, on two trainer nodes and an engine node."""
+    """Return the quickstart's config with a random policy and few small steps, two trainer nodes and an engine node."""
     tree = yaml.safe_load((ROOT / "examples" / "quickstart" / "config.yaml").read_text())
     tree["run"]["dir"] = str(run_dir)
     tree["model"]["path"] = str(task / "random_model")
@@ -46,7 +46,7 @@ def quickstart(task: Path, run_dir: Path, **changes: dict) -> dict:
 
 @dataclass
 class Run:
-    """A run of the lab: its config file, its directory, and the jobs that were submitted for it."""
+    """Represents a run in the lab: config file, directory, and the last job submitted for it."""
 
     lab: Lab
     directory: Path
@@ -74,7 +74,7 @@ class Run:
         }
 
     def sbatch(self, script: str, *options: str, arguments: tuple[str, ...] = ()) -> None:
-        """From the run's parent directory; the script takes the config and `arguments`."""
+        """Submit a script from the run's parent directory, with the config and `arguments`."""
         self.submit(script, *options, arguments=(str(self.config), *arguments))
 
     def submit(self, script: str, *options: str, arguments: tuple[str, ...]) -> None:
@@ -96,7 +96,7 @@ class Run:
         self.wait_until(lambda: metrics.exists() and f'"step": {step},' in metrics.read_text(), f"step {step}")
 
     def wait_for_end(self) -> str:
-        """The final state; a job that is being requeued is not at its end."""
+        """Wait for the job's end, and return the final state. A job that is being requeued has not ended."""
         self.wait_until(lambda: self.state not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"), "the job's end")
         return self.state
 
@@ -104,7 +104,7 @@ class Run:
         wait_until(condition, what, TIMEOUT_S, self.everything)
 
     def everything(self) -> str:
-        """For the message of a test that failed."""
+        """Return logs and events for the message of a failed test."""
         logs = [self.output, *sorted(self.directory.glob("logs/*.log")), *sorted(self.directory.glob("logs/*.out"))]
         texts = [f"== {log}\n{log.read_text()[-3000:]}" for log in logs if log.exists()]
         return "\n".join([str(self.lab.job(self.job)), *map(str, self.events()), *texts])

@@ -1,8 +1,8 @@
-"""The words that sbatch reads in a script's #SBATCH lines, as `_get_argument` of Slurm 22.05 splits them."""
+"""Splits a script's #SBATCH lines into words as sbatch does (`_get_argument` of Slurm 22.05)."""
 
 
 def words(script: str) -> list[str]:
-    """Of the lines before the first command; raises ValueError where sbatch would refuse the script."""
+    """Return the words of lines before the first command. Raises ValueError if sbatch would reject the script."""
     found = []
     for line in script.split("\n"):
         if not line.startswith("#"):
