@@ -69,8 +69,8 @@ def test_a_page_with_valid_references_passes(tmp_path):
     text = """# A page
 
 [above](#a-page), [README](../README.md#quickstart), [elsewhere](https://example.org/x),
-`trainer/loop.py: Training.run`, `make quickstart`, `dppo-megatron trainer / engine CONFIG`, `dppo-megatron convert ...`, `--resume`, `rollout.bank: D`,
-`your_package.module:attribute`, `objective.settings.delta`
+`trainer/loop.py: Training.run`, `make quickstart`, `dppo-megatron trainer / engine CONFIG`,
+`dppo-megatron convert ...`, `--resume`, `rollout.bank: D`, `your_package.module:attribute`, `objective.settings.delta`
 """
     assert not problems(tmp_path, text)
 
