@@ -18,25 +18,25 @@ from .rows import PromptFileError, memory_for_rows, numbered_lines, parse_line
 from .worker import WAIT_S, Tables, borrowed
 
 _TABLES = (".parquet", ".arrow")
-_FORMATS = {  # beginning of a file -> its content and, unless it is compressed, the suffix that it needs
+_FORMATS = {  # file beginning -> (content, needed suffix or "" if compressed)
     b"{": ("JSON", ".jsonl"), b"[": ("JSON", ".jsonl"), b"PAR1": ("parquet", ".parquet"), b"ARROW": ("Arrow", ".arrow"),
     b"\x1f\x8b": ("gzip", ""), b"\x28\xb5\x2f\xfd": ("zstd", ""), b"BZh": ("bzip2", ""), b"\xfd7zXZ": ("xz", ""),
     b"\x04\x22\x4d\x18": ("lz4", ""), b"PK\x03\x04": ("zip", ""),
 }  # fmt: skip
-_SECONDS, _BYTES_PER_S = 3.0, 20e6  # time limit for computing the next rows, which grows with the file
+_SECONDS, _BYTES_PER_S = 3.0, 20e6  # time limit for computing the next rows; grows with the file
 _SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?![a-z])", re.IGNORECASE)
 
 
 def unit(path: Path) -> str:
-    """Return the unit of a file's rows: `line`, or `row` of a table."""
+    """Return the unit of a file: `line`, or `row` for a table."""
     files = data_files(path)
     return "row" if files[0].suffix in _TABLES else "line"
 
 
 def data_files(path: Path) -> list[Path]:
-    """Return the files of a path: the path itself, its matches (`MATH/*/train-*.parquet`), or a dataset's files.
+    """Return the files for a path: the path itself, pattern matches (`MATH/*/train-*.parquet`), or a dataset's files.
 
-    Raises `PromptFileError` when there are no files, or files of several splits.
+    Raises `PromptFileError` if there are no files, or files from several splits.
     """
     if path.is_dir():
         return _dataset_files(path)
@@ -49,10 +49,10 @@ def data_files(path: Path) -> list[Path]:
 
 
 def read_rows(path: Path, *, in_memory: bool = False) -> Iterator[tuple[int, dict[str, Any] | ValueError]]:
-    """Yield (number from 1, columns) of every row; for a malformed line, an error replaces the columns.
+    """Yield (number from 1, columns) for every row; for a malformed line, an error replaces the columns.
 
-    in_memory: whether the caller stores all rows, which must then fit into memory. Raises `PromptFileError` for files
-    with another format than their names.
+    in_memory: whether the caller stores all rows, so that they must fit into memory.
+    Raises `PromptFileError` for a file with another format than its suffix.
     """
     first = 1
     for file in data_files(path):
@@ -71,7 +71,7 @@ def read_rows(path: Path, *, in_memory: bool = False) -> Iterator[tuple[int, dic
 
 def _json_lines(file: Path, first: int) -> Iterator[tuple[int, dict[str, Any] | ValueError]]:
     lines = list(numbered_lines(file))
-    if file.suffix == ".json" and len(lines) > 1:  # one object, or one per line
+    if file.suffix == ".json" and len(lines) > 1:  # one object over several lines, or one per line
         with contextlib.suppress(ValueError):
             lines = [(1, json.dumps(parse_line(b"\n".join(line for _, line in lines))).encode())]
     for number, line in lines:
@@ -82,7 +82,7 @@ def _json_lines(file: Path, first: int) -> Iterator[tuple[int, dict[str, Any] | 
 
 
 def _table(file: Path, number: int, in_memory: bool) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Read the rows of a table; further rows are read while the caller processes the current ones."""
+    """Yield a table's rows; read further rows while the caller processes the current rows."""
     try:
         import pyarrow
 
@@ -108,7 +108,7 @@ def _table(file: Path, number: int, in_memory: bool) -> Iterator[tuple[int, dict
 
 
 def _misnamed(file: Path) -> str | None:
-    """Return the problem of a file whose content is not what its name says."""
+    """Return the problem if a file's content does not match the suffix, else None."""
     with file.open("rb") as opened:
         head = opened.read(64).lstrip()
     for start, (content, suffix) in _FORMATS.items():

@@ -1,4 +1,4 @@
-"""Describe the contents of a file and the rows that a run could not use: `dppo-megatron data inspect`."""
+"""Describe a file's contents and the rows that a run cannot use: `dppo-megatron data inspect`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CheckAnswers = Callable[[Sequence[tuple[str, str]]], list[str | None]]
 def inspect(
     path: Path, config: DataConfig, tokenizer: PreTrainedTokenizerBase | None, check_answers: CheckAnswers | None
 ) -> str:
-    """Return the report on a file. Without a tokenizer, lengths are counted in characters.
+    """Return a report on a file. Without a tokenizer, lengths are counted in characters.
 
     Raises `PromptFileError` for a missing file.
     """

@@ -1,7 +1,7 @@
-"""Bring prompts and answers into one form, so that JSON lines and tables give the same text.
+"""Normalize prompts and answers, so that JSON lines and tables give the same text.
 
-Arrow, the format of tables, gives every object of a column the same fields: absent ones become null, and the order is
-that of the first row. A column in which a number is missing or has a fraction stores 72 as 72.0.
+Arrow, the table format, gives all objects in a column the same fields, in the order of the first row. Absent fields
+become null. A column with a missing number or a fraction stores 72 as 72.0.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from .rows import parse_json
 
 _MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking")
 _CALL = ("id", "type", "function", "name", "arguments")
-_TEXT_PARTS = ("text", "input_text", "output_text")  # kinds of parts in the interfaces of OpenAI and Anthropic
+_TEXT_PARTS = ("text", "input_text", "output_text")  # part types in the OpenAI and Anthropic interfaces
 _CHAT = re.compile(r"\[?\s*\{.*[\"'](role|from[\"'].*[\"']value)[\"']\s*:", re.DOTALL)
 _LARGEST = 2**53  # a float represents larger whole numbers only approximately
 
 
 def plain(value: Any) -> Any:
-    """Return a value of a row as all formats give it: {"b": 1.0, "a": None} gives {"b": 1}.
+    """Normalize a row value, so that all formats give the same value: {"b": 1.0, "a": None} gives {"b": 1}.
 
-    Objects lose null fields and have their fields in alphabetical order. Whole numbers are integers, and dates text.
-    Raises `ValueError` for a float that may be a rounded integer.
+    Objects lose null fields, and their fields are sorted by name. Whole numbers become integers, and dates text. Raises
+    `ValueError` for a float that may be a rounded integer.
     """
     if isinstance(value, dict):
         return {str(name): plain(value[name]) for name in sorted(value) if value[name] is not None}
@@ -42,10 +42,10 @@ def plain(value: Any) -> Any:
 
 
 def messages_of(value: Any) -> list[dict[str, Any]] | None:
-    """Return messages in the form that chat templates take, or None for a value that is no list of messages.
+    """Return messages as chat templates take them, or None if the value is neither a message nor a message list.
 
-    A list may be JSON text. Every message gets a text as content, and calls of tools with arguments as an object.
-    Raises `ValueError` that names an unknown field or kind of content.
+    The value may be JSON text. Every message gets text as content, and tool calls get an object as arguments. Raises
+    `ValueError` that names an unknown field or content type.
     """
     value = plain(value)
     if isinstance(value, str) and _CHAT.match(text := value.strip()) and text[-1] in "]}":
@@ -62,9 +62,9 @@ def messages_of(value: Any) -> list[dict[str, Any]] | None:
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a message's content: text, or parts like {"type": "text", "text": "1+1="}.
+    """Return the text of message content: text, or parts like {"type": "text", "text": "1+1="}.
 
-    Raises `ValueError` for other values, and names parts that are not text.
+    Raises `ValueError` for other values, and names the type of a part that is not text.
     """
     if not isinstance(content, list):
         if not isinstance(content, str):
@@ -84,7 +84,7 @@ def _message(content: Any = None, tool_calls: Any = (), **fields: Any) -> dict[s
 
 
 def _call(call: Any) -> dict[str, Any]:
-    """Return a call of a tool with its function in a field of its own; arguments may be JSON text."""
+    """Return a tool call with the function in a separate field; arguments may be JSON text."""
     whole = _checked_fields(call, _CALL, "call of a tool")
     function = _checked_fields(whole.get("function", whole), _CALL, "call of a tool")
     arguments = function.get("arguments", {})
@@ -96,7 +96,7 @@ def _call(call: Any) -> dict[str, Any]:
 
 
 def _checked_fields(value: Any, field_names: Sequence[str], kind: str) -> dict[str, Any]:
-    """Return an object without its null fields. Raises `ValueError` if it has unknown ones."""
+    """Return an object without null fields. Raises `ValueError` for an unknown field."""
     fields = {n: v for n, v in value.items() if v is not None} if isinstance(value, dict) else {type(value).__name__: 0}
     if unknown := sorted(fields.keys() - set(field_names)):
         raise ValueError(f"a {kind} has {shown(unknown[0])}; known are the fields {', '.join(field_names)}; remove it")

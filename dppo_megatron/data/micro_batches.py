@@ -14,12 +14,12 @@ Plan = list[list[list[int]]]  # [rank][micro-batch] -> ascending indices of sequ
 
 @dataclass(frozen=True, slots=True)
 class Prefixes:
-    """Describes the common prefixes of sequences [N], in which the sequences of a group are adjacent.
+    """Describes the common prefixes of N sequences; sequences in a group are adjacent.
 
     Example: groups [0, 0, 1] and lengths [5, 5, 3]: sequences 0 and 1 begin with the same 5 tokens.
     """
 
-    groups: np.ndarray  # [N] int, the group of each sequence
+    groups: np.ndarray  # [N] int, group of each sequence
     lengths: np.ndarray  # [N] int, tokens of the common prefix, fewer than the sequence has
 
 
@@ -28,16 +28,17 @@ def plan_micro_batches(
 ) -> Plan:
     """Split sequences of the given lengths over ranks and micro-batches.
 
-    lengths: tokens of each sequence. budget: most tokens of a micro-batch; a longer sequence gets its own micro-batch.
-    prefixes: a micro-batch computes a prefix once for all its sequences of the group.
+    lengths: tokens per sequence.
+    budget: most tokens per micro-batch; a longer sequence gets a separate micro-batch.
+    prefixes: a micro-batch computes a prefix once for all sequences in the group.
 
-    Returns `plan[rank][micro_batch]` -> ascending indices into `lengths`. Every index occurs once. Every rank has the
-    same number of micro-batches, at least one, some possibly empty. The token counts of two ranks differ by at most the
+    Returns `plan[rank][micro_batch]` -> ascending indices into `lengths`. Every index occurs once. All ranks have
+    equally many micro-batches, at least one, some possibly empty. Token counts differ between ranks by at most the
     longest sequence, or the largest part of a group that is kept together. The largest micro-batches come first, so
     that a lack of memory shows at once. Example: lengths [4, 3, 2, 1], 2 ranks and budget 5 give [[[0, 3]], [[1, 2]]].
 
-    With prefixes, groups are kept whole, or in halves or quarters of the budget, or are split completely. The plan in
-    which ranks wait least for the slowest rank is chosen.
+    With prefixes, four plans are compared: groups split into parts of at most the budget, half the budget or a quarter,
+    or into single sequences. The plan in which ranks wait least for the slowest rank is chosen.
 
     Equal arguments give equal plans. Raises `ValueError` for lengths, ranks or a budget below 1.
     """
@@ -55,7 +56,7 @@ def plan_micro_batches(
 
 
 def computed_rows(indices: Sequence[int], sizes: np.ndarray, prefixes: Prefixes | None) -> int:
-    """Return the rows that a micro-batch of these sequences computes, given the tokens [N] of all sequences."""
+    """Return how many rows a micro-batch of these sequences computes. sizes: [N], tokens of all sequences."""
     rows = int(sizes[indices].sum())
     if prefixes is not None and len(indices):
         groups = prefixes.groups[indices]
@@ -65,7 +66,7 @@ def computed_rows(indices: Sequence[int], sizes: np.ndarray, prefixes: Prefixes 
 
 
 def computed_pairs(plan: Plan, sizes: np.ndarray, prefixes: Prefixes | None) -> int:
-    """Return the pairs of a query and a key in causal attention over the rows of `computed_rows`, in `plan`."""
+    """Return how many (query, key) pairs causal attention computes in `plan`, over the rows in `computed_rows`."""
     if prefixes is not None:
         prefixes = Prefixes(prefixes.groups, _triangle(prefixes.lengths))
     pairs = _triangle(sizes)
@@ -77,7 +78,7 @@ def _triangle(sizes: np.ndarray) -> np.ndarray:
 
 
 def _longest(plan: Plan, sizes: np.ndarray, prefixes: Prefixes) -> int:
-    """Return the sum, over the micro-batches, of the most rows that a rank computes: the others wait for that rank."""
+    """Sum, over the micro-batches, the most rows that any rank computes: the others wait for that rank."""
     return sum(
         max(computed_rows(batch, sizes, prefixes) for batch in parallel_batches)
         for parallel_batches in zip(*plan, strict=True)
@@ -85,7 +86,7 @@ def _longest(plan: Plan, sizes: np.ndarray, prefixes: Prefixes) -> int:
 
 
 def _parts(sizes: np.ndarray, prefixes: Prefixes, part_budget: int) -> tuple[list[list[int]], np.ndarray]:
-    """Split groups into parts of at most `part_budget` rows, or one sequence; return the parts and the rows of each."""
+    """Split groups into parts of at most `part_budget` rows, or a single sequence; return (parts, rows per part)."""
     parts: list[list[int]] = []
     rows: list[int] = []
     columns = zip(prefixes.groups.tolist(), sizes.tolist(), prefixes.lengths.tolist(), strict=True)
@@ -119,7 +120,7 @@ def _plan(sizes: np.ndarray, data_parallel: int, budget: int) -> Plan:
 
 
 def _fewest_bins(ordered: list[int], multiple: int, budget: int) -> list[list[int]]:
-    """Return indices into `ordered` (descending) in the fewest sufficient bins, a multiple of `multiple`."""
+    """Pack `ordered` (descending) into the fewest sufficient bins, a multiple of `multiple`; return indices per bin."""
     filled = sum(min(size, budget) for size in ordered)
     needed = max(math.ceil(filled / budget), sum(size > budget / 2 for size in ordered), 1)
     low, high = math.ceil(needed / multiple), math.ceil(max(len(ordered), 1) / multiple)

@@ -1,4 +1,4 @@
-"""Compute the order of rows in a run. It depends only on seed and position, so a run can resume at any position."""
+"""Compute a run's row order. It depends only on seed and position, so a run can resume at any position."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class EpochOrder:
     """Orders `count` rows endlessly: each epoch visits each row once, in a new permutation."""
 
     def __init__(self, count: int, seed: Sequence[int], shuffle: bool):
-        """Store the seed: (seed of the run, ) for the first file, (seed of the run, number) for each further file."""
+        """Store the seed: (run seed,) for the first file, (run seed, file number) for each further file."""
         self._count, self._seed, self._shuffle = count, tuple(seed), shuffle
         self._epoch = -1
         self._order = np.zeros(0, dtype=np.int64)
@@ -25,14 +25,14 @@ class EpochOrder:
     def _permutation(self, epoch: int) -> np.ndarray:
         if not self._shuffle:
             return np.arange(self._count)
-        # numpy guarantees the stream of a bit generator, but not that of Generator.permutation.
+        # numpy guarantees a bit generator's stream, but not the results of Generator.permutation.
         entropy = [self._seed[0], epoch, *self._seed[1:]]
         keys = np.random.PCG64(np.random.SeedSequence(entropy)).random_raw(self._count)
         return np.argsort(keys, kind="stable")
 
 
 class Mixture:
-    """Spreads files over positions as evenly as their weights allow. n positions have n * share rows of a file, +- 1.
+    """Spreads files over positions as evenly as the weights allow. n positions have n * share rows from a file, +- 1.
 
     The k-th prompt of a file is due at (k + 1/2) / share, and positions are numbered by due time. Example: shares 2/3
     and 1/3 give due times 0.75, 2.25, 3.75, ... and 1.5, 4.5, ...: files 0, 1, 0, 0, 1, 0, ...
@@ -41,10 +41,10 @@ class Mixture:
     def __init__(self, weights: Sequence[float]):
         self._shares = np.array(weights, dtype=np.float64) / np.sum(np.array(weights, dtype=np.float64))
         self._files = np.zeros(0, dtype=np.int64)  # by position
-        self._places = np.zeros(0, dtype=np.int64)  # in the file's own order, by position
+        self._places = np.zeros(0, dtype=np.int64)  # index in the file's order, by position
 
     def at(self, position: int) -> tuple[int, int]:
-        """Return (file, index in the file's own order) of a position."""
+        """Return (file, index in the file's order) for a position."""
         if len(self._shares) == 1:
             return 0, position
         if position >= len(self._files):

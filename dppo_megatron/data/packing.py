@@ -19,14 +19,14 @@ Sizes = Mapping[str, tuple[int, ...]]  # trailing shapes of columns by name
 class TokenSequence:
     """Contains a prompt with the response to learn from. Supervised sequences have no columns.
 
-    The loss covers R of the S response tokens: all, or the ones marked in `sampled`. The others are only context.
+    The loss covers R of S response tokens: all, or the tokens marked in `sampled`. The others are only context.
     """
 
-    prompt_ids: np.ndarray  # [P] int32, at least one token, which predicts the first response token
+    prompt_ids: np.ndarray  # [P] int32, at least 1; the last token predicts the first response token
     response_ids: np.ndarray  # [S] int32
-    loss_weight: float  # loss weight of every learned token, as its share of the global batch; 0 = no loss
+    loss_weight: float  # loss weight per learned token, as a share of the global batch; 0 = no loss
     advantage: float | np.ndarray | None = None  # scalar or [R] fp32
-    columns: Mapping[str, np.ndarray] = field(default_factory=dict)  # values of the R tokens, by the names in `COLUMNS`
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)  # values of R tokens, by the names in `COLUMNS`
     temperature: float = 1.0
     sampled: np.ndarray | None = None  # [S] bool, R of them True; None: all
 
@@ -41,7 +41,7 @@ class TokenSequence:
         temperature: float = 1.0,
         replay_routing: bool = False,
     ) -> TokenSequence:
-        """Build a sequence from a sampled response, with the policy's values and, if requested, its routing."""
+        """Build a sequence from a sampled response, with the policy's values and, if requested, the routing."""
         columns = {
             c.name: rollout.column(c.name) for c in COLUMNS if c.packed and (c.part != "routes" or replay_routing)
         }
@@ -58,17 +58,19 @@ class TokenSequence:
 
     @property
     def learned(self) -> int:
-        """Return the number R of tokens to learn from."""
+        """Return R, the number of tokens to learn from."""
         return len(self.response_ids) if self.sampled is None else int(self.sampled.sum())
 
 
 def pack(sequences: Sequence[TokenSequence], *, like: Sizes | None = None, share_prefixes: bool = False) -> TokenBatch:
-    """Pack one micro-batch on the CPU, sequences end to end in the given order; `TokenBatch` has an example.
+    """Pack a micro-batch on the CPU, sequences end to end in the given order; `TokenBatch` has an example.
 
-    All sequences must have the same columns; the result has these columns.
-    Without sequences the result is a filler, so that a rank without work runs the same collectives. The filler is a
-    masked token with the columns of `like` (trailing shapes by name), but without sampling mask and routes.
-    share_prefixes: a prompt that equals the prompt of the previous sequence is to be computed once.
+    All sequences must have the same columns; the result has them, too. Without sequences the result is a filler,
+    so that a rank without work runs the same collectives.
+
+    like: filler columns (trailing shapes by name). The filler is a masked token without sampling mask and routes.
+    share_prefixes: mark a prompt that equals the previous sequence's prompt, so that it is computed once.
+
     Raises `ValueError` for an empty prompt, fields with different lengths or presence, and non-finite weights or
     advantages.
     """
@@ -109,18 +111,18 @@ def pack(sequences: Sequence[TokenSequence], *, like: Sizes | None = None, share
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Locates the tokens of sequences in the packed batch.
+    """Locates sequence tokens in the packed batch.
 
-    Example of prompts of 2 and 1 tokens with responses of 2 and 1: the batch is [p p r r | p r], total 6. Response
-    tokens are at rows 2, 3 and 5, and the rows before them predict them: rows [1, 2, 4].
+    Example: prompts of 2 and 1 tokens with responses of 2 and 1 give the batch [p p r r | p r], total 6. Response
+    tokens are at rows 2, 3 and 5; the rows before them, [1, 2, 4], predict them.
     """
 
-    prompts: np.ndarray  # [B], tokens of each prompt
+    prompts: np.ndarray  # [B], prompt tokens
     sizes: np.ndarray  # [B], prompt and response
     ends: np.ndarray  # [B]
     learned_sizes: np.ndarray  # [B]
     learned: np.ndarray | slice  # selects the learned tokens from all response tokens, end to end
-    rows: np.ndarray  # [sum of learned_sizes], the row that predicts each
+    rows: np.ndarray  # [sum of learned_sizes], row that predicts each learned token
 
     @classmethod
     def from_sequences(cls, sequences: Sequence[TokenSequence]) -> _Places:
@@ -162,10 +164,10 @@ class _Places:
 def _packed(
     column: Column, sequences: Sequence[TokenSequence], places: _Places, carries_loss: np.ndarray
 ) -> torch.Tensor:
-    """Pack one column of all sequences. Sampling masks of targets without loss are dropped, with counts 0."""
+    """Pack a column of all sequences. Targets without loss lose their sampling masks and get count 0."""
     values = [s.columns[column.name] for s in sequences]
     if column.rows == "read":
-        # Sampling does not read a response's last token. The trainer computes its value, and nothing depends on it.
+        # Sampling does not read a response's last token. The trainer computes a value there that nothing depends on.
         out = np.empty((places.total, *values[0].shape[1:]), dtype=column.packed)
         out[places.ends - 1] = column.fill
         for end, size, value in zip(places.ends, places.sizes, values, strict=True):
@@ -199,7 +201,7 @@ def _expect_finite(name: str, values: np.ndarray, places: _Places) -> None:
 
 
 def _shared_prefixes(sequences: Sequence[TokenSequence]) -> list[int]:
-    """Return for each sequence the prompt tokens shared with the previous one: all or none."""
+    """Return for each sequence how many prompt tokens it shares with the previous sequence: all or none."""
     shared = [0]
     for previous_ids, prompt_ids in itertools.pairwise(s.prompt_ids for s in sequences):
         shared.append(len(prompt_ids) if prompt_ids is previous_ids or np.array_equal(prompt_ids, previous_ids) else 0)
@@ -226,7 +228,7 @@ def _filler(like: Sizes) -> TokenBatch:
 
 
 def _problem(s: TokenSequence, first: TokenSequence) -> str:
-    """Return why a sequence cannot be packed with the first; empty when it can."""
+    """Return why a sequence cannot be packed with the first, or an empty text."""
     if s.sampled is not None and s.sampled.shape != s.response_ids.shape:
         return f"{len(s.sampled)} marks of sampled tokens for {len(s.response_ids)} response tokens"
     if len(s.prompt_ids) == 0:

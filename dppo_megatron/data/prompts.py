@@ -31,12 +31,12 @@ T = TypeVar("T")
 Render = Callable[[Sequence[Any]], list[str | ValueError]]
 
 _BATCH = 256  # rows rendered together
-_ANSWER = "ANSWER"  # stands for an answer in a chat
+_ANSWER = "ANSWER"  # placeholder for an answer in a chat
 _CHARACTERS_PER_TOKEN = 1000  # no token is longer, so a longer text is rejected without tokenizing it
 
 
 class PromptRow(NamedTuple):
-    number: int  # row in its file, from 1
+    number: int  # row in the file, from 1
     columns: dict[str, Any]
     text: str
     answer: str
@@ -68,7 +68,7 @@ class PromptFile:
             self.rows = [self._cut(row, tokenizer) for row in self.rows]
 
     def error(self, violations: list[tuple[int, str]]) -> PromptFileError:
-        """Return the error for rows that cannot be used, given by number."""
+        """Return the error for unusable rows, given as (number, problem)."""
         return PromptFileError(self.path, sorted(violations), unit=unit(self.path))
 
     def describe(self) -> str:
@@ -97,7 +97,7 @@ class PromptFile:
         if not self.total:
             raise PromptFileError(self.path, problem="empty; it must have one JSON object per line")
         texts = [row.text for row in rows]
-        # A chat template writes its own special tokens.
+        # A chat template writes the special tokens.
         special = not self._config.chat_template
         encoded = (
             tokenizer(texts, add_special_tokens=special)["input_ids"] if texts and tokenizer else [[0]] * len(rows)
@@ -125,11 +125,11 @@ class PromptFile:
 
 
 class PromptSource:
-    """Provides the prompts of a run, in an endless order.
+    """Provides a run's prompts, in an endless order.
 
-    Position p is row p % len of a new permutation for each epoch (p // len) from `seed`; without `shuffle` the order is
-    the order of the file. With several files, each has its own order, and they alternate by their weights. `Prompt.row`
-    counts the rows of all files, in the order of the config. Raises the errors of `PromptFile`.
+    Each epoch (p // len) has a new permutation from `seed`, in which position p is row p % len. Without `shuffle`, the
+    file order is used. Several files have separate orders and alternate by weight. `Prompt.row` counts the rows of all
+    files, in config order. Raises the errors of `PromptFile`.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class PromptSource:
         extra_files: tuple[tuple[Path, float], ...] = (),
         tools: Sequence[dict[str, Any]] = (),
     ):
-        """Read the files. extra_files: with weights; the first file has weight 1. tools: for chat templates."""
+        """Read the files. extra_files: (file, weight); the first file has weight 1. tools: for chat templates."""
         paths = [Path(path), *(file for file, _ in extra_files)]
         self.files = [PromptFile(file, tokenizer, data_config, tools) for file in paths]
         self._first_rows = np.cumsum([0, *(file.total for file in self.files)])
@@ -153,11 +153,11 @@ class PromptSource:
         return sum(len(file.rows) for file in self.files)
 
     def once(self) -> list[Prompt]:
-        """Return every prompt of a single file, in the order of the first epoch."""
+        """Return all prompts in a single file, in first-epoch order."""
         return [self.prompt(position) for position in range(len(self))]
 
     def prompt(self, position: int) -> Prompt:
-        """Return the prompt at a position of the run's endless prompt order, from 0."""
+        """Return the prompt at a position, from 0, in the run's endless prompt order."""
         if position < 0:
             raise ValueError(f"prompt position {position}: positions count from 0")
         file, place = self._mixture.at(position)
@@ -169,21 +169,21 @@ class PromptSource:
 def training_prompts(
     config: Config, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]] = ()
 ) -> PromptSource:
-    """Return the training prompts of a run. tools: for chat templates."""
+    """Return a run's training prompts. tools: for chat templates."""
     (path, _), *further_files = config.data.train_files
     return PromptSource(path, tokenizer, config.data, config.run.seed, tuple(further_files), tools)
 
 
 def answer_ids(tokenizer: PreTrainedTokenizerBase, answer: str, end: int) -> np.ndarray:
-    """Return a given answer as a response: [A] int32, with the token that ends it."""
+    """Return a given answer as a response: [A] int32, including the end token."""
     return np.array([*tokenizer.encode(answer, add_special_tokens=False), end], np.int32)
 
 
 def answer_end(config: Config, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the id of the token with which a given answer ends: the one that the policy must sample to end a response.
+    """Return the token id that ends a given answer; the policy must sample this token to end a response.
 
-    With a chat template, it is the first of the model's end tokens that the template writes after an answer. Without
-    one, it is the tokenizer's end token, or the model's only one. Raises `TokenizerError`.
+    With a chat template, it is the first model end token that the template writes after an answer. Without a template,
+    it is the tokenizer's end token, or the model's only end token. Raises `TokenizerError`.
     """
     ends = end_token_ids(config.model.path, tokenizer)
     answer_ends: list[int] = list(ends) if len(ends) == 1 else []
@@ -206,9 +206,9 @@ def answer_end(config: Config, tokenizer: PreTrainedTokenizerBase) -> int:
 def parse_rows(
     path: Path, config: DataConfig, render: Render
 ) -> Iterator[tuple[int, dict[str, Any] | None, PromptRow | ValueError]]:
-    """Yield (number, columns, the row without its tokens) of every row of a file.
+    """Yield (number, columns, row without tokens) for every row in a file.
 
-    An unusable row gives an error with the reason instead of the row; its columns are None if it is unreadable.
+    For an unusable row, an error with the reason replaces the row. Columns are None for an unreadable row.
     """
     rows = read_rows(path, in_memory=True)
     while batch := list(itertools.islice(rows, _BATCH)):
@@ -221,7 +221,7 @@ def parse_rows(
 
 
 def attempt(call: Callable[..., T], value: Any, *arguments: Any) -> T | ValueError:
-    """Return the result of `call` or its `ValueError`. A value that is already such an error is returned."""
+    """Return the result of `call`, or the `ValueError` that it raises. A `value` that is an error is returned."""
     try:
         return value if isinstance(value, ValueError) else call(value, *arguments)
     except ValueError as error:
@@ -252,7 +252,7 @@ def _answer(value: Any) -> str:
 def renderer(
     tokenizer: PreTrainedTokenizerBase | None, config: DataConfig, tools: Sequence[dict[str, Any]] = ()
 ) -> Render:
-    """Return the function that renders values of the prompt column to the model's input texts or to errors.
+    """Return a function that renders prompt column values to model input texts or to errors.
 
     tools: for chat templates. The function raises `ChatTemplateError`.
     """
@@ -260,7 +260,7 @@ def renderer(
     if "{prompt}" not in template:
         raise ValueError(f"data.prompt_template = {template!r}: must contain {{prompt}}")
     chat = getattr(tokenizer, "chat_template", None)
-    if not config.chat_template:  # without a tokenizer, it is unknown whether it has one
+    if not config.chat_template:  # without a tokenizer, a chat template may exist
         return lambda values: [attempt(_lone_text, value, config, tokenizer is None or bool(chat)) for value in values]
     if tokenizer is None or not chat:
         raise ValueError(
@@ -275,7 +275,7 @@ def renderer(
 
 
 def prompt_messages(value: Any, config: DataConfig) -> list[dict[str, Any]]:
-    """Return the prompt column's value as the first messages of a chat. Raises `ValueError`.
+    """Convert a prompt column value to the first chat messages. Raises `ValueError`.
 
     `data.prompt_template` is the text around the user's last message.
     """
@@ -291,7 +291,7 @@ def prompt_messages(value: Any, config: DataConfig) -> list[dict[str, Any]]:
 
 
 def _complete(text: str, chat: Sequence[dict[str, Any]]) -> str:
-    """Raise `ValueError` if a chat template left out a message. It may change those of the policy and of tools."""
+    """Raise `ValueError` if a chat template left out a message. It may change policy and tool messages."""
     messages = [(turn["content"].strip(), turn["role"]) for turn in chat if turn["role"] not in ("assistant", "tool")]
     for content, role in messages:
         if text.count(content) < sum(content == other for other, _ in messages):
@@ -302,7 +302,7 @@ def _complete(text: str, chat: Sequence[dict[str, Any]]) -> str:
 def render_chat(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()
 ) -> str:
-    """Return a chat as the model's input text, up to the start of its answer. Raises `ValueError`."""
+    """Render a chat to the model input text, up to the start of the answer. Raises `ValueError`."""
     (text,) = render_chats(tokenizer, [messages], tools)
     if isinstance(text, ValueError):
         raise text
@@ -310,7 +310,7 @@ def render_chat(
 
 
 def _lone_text(value: Any, config: DataConfig, chat: bool) -> str:
-    """Return the prompt's text without a chat template. chat: whether the tokenizer has one."""
+    """Return the prompt text without a chat template. chat: whether the tokenizer has a chat template."""
     if (chat_messages := messages_of(value)) and not chat:
         raise ValueError(
             f"{len(chat_messages)} messages, and the tokenizer has no chat template; use a model that has one, or name "
@@ -325,5 +325,5 @@ def _lone_text(value: Any, config: DataConfig, chat: bool) -> str:
 def _fill(value: Any, config: DataConfig) -> str:
     if not (text := text_of(value)).strip():
         raise ValueError("the prompt is empty")
-    # str.format would interpret other braces, which are common in mathematics.
+    # str.format would interpret other braces; they are common in mathematics.
     return config.prompt_template.replace("{prompt}", text)

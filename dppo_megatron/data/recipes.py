@@ -1,7 +1,7 @@
 """Convert known datasets, from the user's files, to one JSON line per prompt: `dppo-megatron data prepare`.
 
-Every recipe writes the columns prompt, answer and data_source, and recipe-specific ones. Unusable rows are skipped and
-counted.
+Every recipe writes the columns prompt, answer and data_source, and recipe-specific columns. Unusable rows are skipped
+and counted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .rows import check_text, column
 
 _INTEGER = re.compile(r"[-+]?[0-9]+")
 _BOX = re.compile(r"\\boxed\s*(?=\{)|\\fbox\s*(?=\{)")
-_DAPO_TEMPLATE = re.compile(  # verl's files of AIME contain it; eval.sets.NAME.prompt_template adds it
+_DAPO_TEMPLATE = re.compile(  # verl's AIME files contain it; eval.sets.NAME.prompt_template adds it
     r"Solve the following math problem step by step\. [^\n]*\n\n(.*)\n\nRemember to put your answer [^\n]*", re.DOTALL
 )
 _LEVEL = re.compile(r"(?:Level\s*)?([1-5])")
@@ -41,10 +41,10 @@ Row = dict[str, Any]
 
 
 def prepare(recipe: str, source: Path, out: Path, *, levels: tuple[int, int] = (1, 5)) -> str:
-    """Write `out` and return the numbers of rows read, written and skipped. Raises `RecipeError`.
+    """Write `out`; return a report on the rows read, written and skipped. Raises `RecipeError`.
 
-    A repeated prompt with the same answer is skipped. A prompt with different answers is removed completely. `levels`:
-    the lowest and the highest level of MATH.
+    A repeated prompt with the same answer is skipped. A prompt with different answers is removed completely.
+    levels: (lowest, highest) MATH level.
     """
     if recipe not in RECIPES:
         raise RecipeError(f"{recipe}: no such recipe; there are {', '.join(RECIPES)}")
@@ -164,7 +164,7 @@ def _text(value: Any) -> str:
 
 
 def _user_text(value: Any) -> str:
-    """Return a text, or the text of a single user message."""
+    """Return a text, or a single user message's text."""
     messages = messages_of(value) or []
     return _text(messages[0]["content"] if [turn["role"] for turn in messages] == ["user"] else value)
 

@@ -1,4 +1,4 @@
-"""Parse rows of JSON lines, and raise errors that name every unusable row of a file."""
+"""Parse JSON lines, and raise errors that name every unusable row in a file."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import psutil
 from dppo_megatron.common.files import each_once
 from dppo_megatron.errors import ExpectedError, bounded
 
-_LONGEST_LIST = 3000  # characters of the violations that are described; the others get only line numbers
+_LONGEST_LIST = 3000  # characters for described violations; the others get only line numbers
 _LONGEST_PROBLEM = 200
 _LONGEST_RANGES = 300
 _LONGEST_PATH = 300
 _DEEPEST = 100  # levels of lists and objects; pickling and chat templates recurse over a row
 _OPENING = re.compile(r"[\[{]")
-# Control characters, which a model's text never has. A form feed is often the rest of an unescaped \frac.
+# Control characters, never part of model text. A form feed is often the rest of an unescaped \frac.
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 
@@ -75,7 +75,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parse_line(line: bytes) -> dict[str, Any]:
-    """Return the object of one line. Raises `ValueError` if it is not an object, is ambiguous or nested too deeply."""
+    """Return the object in a line. Raises `ValueError` if it is not an object, is ambiguous or nested too deeply."""
     if not line.strip():
         raise ValueError("blank; remove it")
     try:
@@ -119,9 +119,9 @@ def check_text(text: str, subject: str, *, control: bool = True) -> None:
 
 
 def column(columns: dict[str, Any], name: str, setting: str) -> Any:
-    """Return the value of a column, or of a field in one: `reward_model.ground_truth`, `prompt.0.content`.
+    """Return a column value, or a field in a column: `reward_model.ground_truth`, `prompt.0.content`.
 
-    Raises `ValueError` when there is none.
+    Raises `ValueError` if it does not exist.
     """
     if name in columns:
         return columns[name]

@@ -1,4 +1,4 @@
-"""Load the tokenizer of a Hugging Face model directory, from local files only."""
+"""Load the tokenizer in a Hugging Face model directory, from local files only."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class TokenizerError(ExpectedError, ValueError):
 
 
 def load_tokenizer(model_dir: str | Path, vocab_size: int | None = None) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model directory and check it against the model.
+    """Load the tokenizer in a model directory and check it against the model.
 
-    vocab_size: number of the model's embedding rows. The default is `vocab_size` of the directory's config.json.
-    Raises `TokenizerError` when the directory or its tokenizer is missing or unreadable, when it has more tokens than
-    the model has rows, or when no end-of-sequence token is known.
+    vocab_size: number of embedding rows; by default `vocab_size` in config.json.
+    Raises `TokenizerError` if the directory or tokenizer is missing or unreadable, if the tokenizer has more tokens
+    than the model has rows, or if no end-of-sequence token is known.
     """
     directory = Path(model_dir)
     if not directory.is_dir():
@@ -76,7 +76,7 @@ def _refuse_endless(path: Path) -> None:
 def end_token_ids(model_dir: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the ids that end a response, ascending: from generation_config.json, else config.json, and the tokenizer.
 
-    Raises `TokenizerError` when there is none.
+    Raises `TokenizerError` without such an id.
     """
     directory = Path(model_dir)
     end_ids: set[int] = set()
@@ -102,7 +102,7 @@ def end_token_ids(model_dir: str | Path, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, empty when the file is missing. Raises `TokenizerError` for other content."""
+    """Return the object in a JSON file, empty if the file is missing. Raises `TokenizerError` for other content."""
     try:
         return read_foreign_json(path)
     except FileNotFoundError:

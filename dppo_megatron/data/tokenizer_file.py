@@ -1,4 +1,4 @@
-"""Reads a tokenizer without importing transformers, and asks whether it wrote the prompts of a bank."""
+"""Read a tokenizer without importing transformers, and check whether it wrote a bank's prompts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TokenizerFile:
     """Represents the tokenizer.json in a model directory."""
 
     def __init__(self, tokenizer: Tokenizer, rows: int = 0):
-        """rows: number of the model's embedding rows, often padded; a policy samples padding too."""
+        """Store the tokenizer. rows: number of embedding rows, often padded; a policy samples padding too."""
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
         self.special = {id_: token.content for id_, token in added.items() if token.special}
@@ -42,10 +42,10 @@ class TokenizerFile:
         return sorted({marker for marker in _MARKERS.findall(text) if marker not in special_tokens})
 
     def mismatch(self, group: RolloutGroup, *, truncated: bool) -> str:
-        """Return how a stored group differs from what this tokenizer writes; empty if it may be the group's tokenizer.
+        """Return how a stored group contradicts this tokenizer; empty if the tokenizer may have written the group.
 
-        truncated: whether prompts may have been cut. The text of such a prompt was decoded from its ids, so any ids
-        that decode to a part of the text are accepted.
+        truncated: whether prompts may have been cut. A cut prompt's text was decoded from the ids, so any ids that
+        decode to a part of this text are accepted.
         """
         text, ids = group.prompt.text, group.prompt.token_ids.tolist()
         encodings = [self._tokenizer.encode(text, add_special_tokens=added).ids for added in (True, False)]
@@ -58,7 +58,7 @@ class TokenizerFile:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of each token, with its leading space if it has one. An unknown id has an empty text."""
+        """Return the text of each token, including a leading space. An unknown id has an empty text."""
         prefix = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]  # some decoders strip the first token
         start = len(self.decode(prefix))
         texts = self._tokenizer.decode_batch([[*prefix, token] for token in ids], skip_special_tokens=False)

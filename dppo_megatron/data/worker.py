@@ -16,10 +16,10 @@ from dppo_megatron.errors import ExpectedError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-WAIT_S = 300.0  # longest wait for a file system that stalls; the process has its own limit of computing time
-_ROWS, _CHATS = 1024, 64  # largest numbers in one reply
-_ROW_BYTES = 1000  # memory of a prompt in addition to its text: objects and tokens
-_MOST_CHARACTERS = 1 << 23  # limit of a rendered prompt, and about that of a reply
+WAIT_S = 300.0  # longest wait for a file system that stalls; computing time in the process has a separate limit
+_ROWS, _CHATS = 1024, 64  # most rows and chats in a reply
+_ROW_BYTES = 1000  # memory per prompt in addition to the text: objects and tokens
+_MOST_CHARACTERS = 1 << 23  # limit for a rendered prompt, and approximately for a reply
 _CHATS_S, _CHATS_MEMORY = 2.0, 1 << 30
 _idle: dict[str, list[Worker]] = {}
 
@@ -30,7 +30,7 @@ class ChatTemplateError(ExpectedError, ValueError):
 
 @contextmanager
 def borrowed(answer: Any, memory: int) -> Iterator[Worker]:
-    """Yield a worker for a class of this module, started if none is idle. An error ends it. memory: its byte limit."""
+    """Yield an idle or new worker for a class in this module. An error ends the worker. memory: byte limit."""
     idle = _idle.setdefault(answer.__name__, [])
     worker = idle.pop() if idle else None
     started = False
@@ -54,7 +54,7 @@ def render_chats(
     *,
     answered: bool = False,
 ) -> list[str | ValueError]:
-    """Render each chat to the model's input text, up to the start of its answer; a problem gives an error instead.
+    """Render each chat to the model input text, up to the start of the answer; a problem gives an error instead.
 
     A chat that is already an error is returned unchanged. tools: for chat templates. answered: the answer is the last
     message. Raises `ChatTemplateError`.
@@ -81,16 +81,16 @@ def render_chats(
 
 
 def load(hello: dict[str, Any]) -> tuple[None, Answer]:
-    """Create the class that `borrowed` names, in the worker's process."""
+    """Instantiate the class that `borrowed` names, in the worker process."""
     return None, globals()[hello["answer"]](hello["memory"])
 
 
 class Tables:
-    """Answer requests for rows of a table, one Arrow stream of one batch at a time.
+    """Answers requests for table rows, an Arrow stream with a single batch at a time.
 
-    A request is (file, seconds of computing, byte limit of its rows or None) for the first rows, and (None, seconds,
-    None) for the next rows. The answer has no parts at the end of the table. After a problem it has the problem instead
-    of rows.
+    First rows: the request is (file, computing seconds, byte limit of the rows or None).
+    Next rows: the request is (None, computing seconds, None).
+    The answer is empty at the table end. After a problem it has the problem instead of rows.
     """
 
     def __init__(self, memory: int):
@@ -136,7 +136,7 @@ class Tables:
             yield from map(reader.get_batch, range(reader.num_record_batches))
 
     def _checked(self, batch: Any) -> bytes:
-        """Return a batch as a stream, after creating its rows within the limits: few bytes may expand to any size."""
+        """Return a batch as a stream. Creates the rows first, within the limits: few bytes may expand to any size."""
         batch.validate(full=True)
         if twice := [name for name, count in Counter(batch.schema.names).items() if count > 1]:
             raise ValueError(f"has the column {twice[0]!r} twice; rename one")
@@ -152,7 +152,7 @@ class Tables:
         return sink.getvalue().to_pybytes()
 
     def _plain(self, kind: Any, float32: Any) -> Any:
-        """Return a type with microseconds, Python's finest, for nanoseconds, and `float32` for floats of 32 bits."""
+        """Replace, in an Arrow type, nanoseconds by microseconds (Python's finest unit) and float32 by `float32`."""
         pa, types = self._pa, self._pa.types
         if types.is_timestamp(kind) and kind.unit == "ns":
             return pa.timestamp("us", kind.tz)
@@ -179,9 +179,9 @@ class Tables:
 
 
 class Templates:
-    """Answer (variables of a template, chats) with (text, problem) of the first chats, as many as fit.
+    """Answers (template variables, chats) with (text, problem) for the first chats, as many as fit.
 
-    If all others would fail too, the answer is a text.
+    If all other chats would fail too, the answer is the problem as text.
     """
 
     def __init__(self, memory: int):
@@ -202,7 +202,7 @@ class Templates:
                 text = self._render([list(chat)], **template_kwargs)[0][0]
             except MemoryError:
                 return ["the template fills its memory"]
-            except Exception as error:  # templates raise errors of their own, e.g. for unknown roles
+            except Exception as error:  # templates raise errors, e.g. for unknown roles
                 problem = str(error) if error is chat else f"the chat template rejects it: {str(error)[:500]}"
             if len(text) > _MOST_CHARACTERS:
                 return [f"the template writes {len(text)} characters for one prompt"]

@@ -1,4 +1,4 @@
-"""Turn the messages of a user's agent into tokens: a tree, because agents edit histories and send parallel requests."""
+"""Turn an agent's messages into a tree of tokens, because agents edit histories and send parallel requests."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .tools import Tool, ToolCall, opened_reasoning, turn_parts
 
 
 class RequestRejected(Exception):
-    """A request of an agent was rejected; the message gives the reason. Other requests are not affected."""
+    """An agent's request was rejected; the message gives the reason. Other requests are not affected."""
 
 
 @dataclass(frozen=True)
 class TurnRequest:
-    """Describes one request of an agent. `max_tokens` limits the answer; None means the run's limit."""
+    """Describes an agent's request. `max_tokens` limits the answer; None means the run's limit."""
 
     messages: Sequence[ChatMessage]
     tools: Sequence[Tool] = ()
@@ -32,7 +32,7 @@ class TurnRequest:
 
 @dataclass(frozen=True)
 class Turn:
-    """Describes one turn of the policy as an agent receives it. `name` is derived from the tokens before the turn."""
+    """Describes a policy turn as an agent receives it. `name` is derived from the tokens before the turn."""
 
     name: str
     reasoning: str
@@ -52,20 +52,20 @@ class Turn:
 
 
 Sample = Callable[[np.ndarray, int | None], Awaitable[Rollout]]
-"""(tokens before the turn [P] int32, its token limit) -> the turn, already on disk. Raises `RequestRejected`."""
+"""(tokens before the turn [P] int32, token limit) -> the turn, already on disk. Raises `RequestRejected`."""
 
 
 class Conversation:
-    """Answers all requests of one agent, as the branches of one trajectory.
+    """Answers all requests of an agent; they form the branches of a trajectory.
 
-    A request continues the longest sampled history with which its text begins, and the rest of its text is tokenized. A
-    turn that the agent sends back is written exactly as it was sampled, reasoning included. The turn is found by the
-    preceding messages, else as the only turn with that visible text. If several such turns differ in their reasoning, a
+    A request continues the longest sampled history that the request text begins with; the remaining text is tokenized.
+    A turn that the agent sends back is written exactly as it was sampled, reasoning included. The turn is found by the
+    preceding messages, else as the only turn with that visible text. If several matching turns differ in reasoning, a
     later turn that followed one of them decides. Without a later turn, the message is written as the agent sent it.
     """
 
     def __init__(self, codec: Codec, render: Render, sample: Sample, no_tools: str | None = None):
-        """Begin without a turn. With `no_tools`, requests with tools are rejected for that reason."""
+        """Begin without a turn. If `no_tools` is set, requests with tools are rejected for that reason."""
         self._codec = codec
         self._render = render
         self._sample = sample
@@ -73,10 +73,10 @@ class Conversation:
         self.branches: list[list[Piece]] = []  # each branch ends with a turn
         self.turns = self.calls = self.call_errors = 0
         self.admitted = 0  # turns that are finished or being sampled
-        self.opening: int | None = None  # tokens before the turn that was admitted first
+        self.opening: int | None = None  # tokens before the first admitted turn
         # "length": the last turn was truncated or rejected at the limit; "max_turns": a turn was rejected at the limit
         self.finish_reason = "stop"
-        self._sampled: dict[str, list[list[ChatMessage]]] = {}  # key of a history or turn -> its messages as sampled
+        self._sampled: dict[str, list[list[ChatMessage]]] = {}  # history or turn key -> messages as sampled
         self._undelivered: dict[str, Turn] = {}  # name -> turn
 
     def finished(self) -> list[list[Piece]]:
@@ -84,7 +84,7 @@ class Conversation:
         return self.branches
 
     async def ask(self, ask: TurnRequest) -> Turn:
-        """Return the next turn. Raises `RequestRejected`, and the errors of sampling."""
+        """Return the next turn. Raises `RequestRejected`, and sampling errors."""
         if ask.max_tokens is not None and not (type(ask.max_tokens) is int and ask.max_tokens > 0):
             raise RequestRejected(f"at most {ask.max_tokens!r} tokens: expected a positive integer")
         if ask.tools and self._no_tools:
@@ -105,7 +105,7 @@ class Conversation:
         if (undelivered_turn := self._undelivered.pop(name, None)) is not None:
             return undelivered_turn
         sampled = await self._sample(context_ids, ask.max_tokens)
-        if len(branch) > num_common:  # an earlier request of this agent continued differently from here
+        if len(branch) > num_common:  # an earlier request continued differently from here
             branch = inherited(prefix)
         if not any(branch is other for other in self.branches):
             self.branches.append(branch)
@@ -141,7 +141,7 @@ class Conversation:
         return turn, {"role": "assistant", "content": self._codec.decode(ids, skip_special_tokens=False)}
 
     def _as_sampled(self, messages: Sequence[ChatMessage]) -> tuple[list[ChatMessage], str]:
-        """Return the messages with turns exactly as they were sampled, and the key of this history."""
+        """Return the messages with turns exactly as they were sampled, and the history key."""
         keys = list(accumulate(messages, _key, initial=""))
         num_stored = next((n for n in range(len(messages), 0, -1) if len(self._sampled.get(keys[n], ())) == 1), 0)
         sampled_messages = list(self._sampled[keys[num_stored]][0]) if num_stored else []
@@ -151,7 +151,7 @@ class Conversation:
         return sampled_messages, keys[-1]
 
     def _history(self, text: str) -> tuple[list[Piece], int]:
-        """Return the branch that shares most tokens with the text, and its number of pieces to the last common turn."""
+        """Return the branch that shares most tokens with the text, and the number of pieces to the last common turn."""
         best: tuple[list[Piece], int] = [], 0
         best_size = 0
         for branch in self.branches:
@@ -165,7 +165,7 @@ class Conversation:
 
 
 def _key(history_key: str, message: ChatMessage) -> str:
-    """Return the key of a message after the history with key `history_key`, regardless of reasoning."""
+    """Return the key of the history `history_key` extended by a message; reasoning does not change the key."""
     if message["role"] == "assistant":
         calls = [(call.get("id"), call["function"]) for call in message.get("tool_calls") or ()]
         message = {"turn": [(message.get("content") or "").strip(), calls]}

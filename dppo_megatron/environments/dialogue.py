@@ -19,7 +19,7 @@ Render = Callable[[Sequence[ChatMessage]], str]
 
 
 class Codec(Protocol):
-    """Declares the part of a tokenizer's interface that is used here."""
+    """Declares the tokenizer methods that are used here."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
@@ -28,7 +28,7 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class Piece:
-    """Contains consecutive tokens of one origin. `sampled` is the engine's result for the policy's tokens."""
+    """Contains consecutive tokens of one origin. `sampled` is the engine's result for policy tokens."""
 
     origin: int
     turn: int
@@ -39,11 +39,11 @@ class Piece:
 
 @dataclass
 class Dialogue:
-    """Contains the branches of one trajectory; only the last one continues.
+    """Contains the branches of a trajectory; only the last branch continues.
 
-    `render` is None without a chat template, and text is then appended to the tokens unchanged. A template may write a
-    history that does not begin with the text of the tokens so far (thinking removed, white space changed). A new branch
-    then begins, which keeps the common pieces and tokenizes the rest again.
+    `render` is None without a chat template; text is then appended to the tokens unchanged. A template may change the
+    text of earlier turns, for example remove thinking or change white space. A new branch then begins: it keeps the
+    common pieces and tokenizes the rest again.
     """
 
     codec: Codec
@@ -51,13 +51,13 @@ class Dialogue:
     messages: list[ChatMessage]
     branches: list[list[Piece]]  # at first one branch with the prompt
     turns: int = 0
-    calls: int = 0  # of tools
+    calls: int = 0  # tool calls
     call_errors: int = 0
     _sent: dict[int, ChatMessage] = field(default_factory=dict)  # index in messages -> the turn with `tool_calls`
 
     @property
     def token_ids(self) -> np.ndarray:
-        """Return [S] int32, all tokens so far, after which the next turn is sampled."""
+        """Return all tokens so far, [S] int32; the next turn is sampled after them."""
         return ids_of(self.branches[-1])
 
     def add_turn(self, sampled: Rollout) -> None:
@@ -88,7 +88,7 @@ class Dialogue:
         return True
 
     def finished(self) -> list[list[Piece]]:
-        """Return the branches as stored, each up to the policy's last token. Drop branches without such a token."""
+        """Return the branches as stored, cut after the last policy turn. Branches without a policy turn are dropped."""
         out = []
         for branch in self.branches:
             last = max((i for i, piece in enumerate(branch) if piece.origin == POLICY), default=None)
@@ -98,7 +98,7 @@ class Dialogue:
 
 
 def readable(codec: Codec, ids: np.ndarray) -> str:
-    """Return the text of a turn without special tokens, except for `MARKS`, which are special in some tokenizers."""
+    """Return the turn text without special tokens, but keep `MARKS`, even if the tokenizer makes them special."""
     encoded = ((mark, codec.encode(mark, add_special_tokens=False)) for mark in MARKS)
     special = {
         mark_ids[0]: m
@@ -110,7 +110,7 @@ def readable(codec: Codec, ids: np.ndarray) -> str:
 
 
 def put(codec: Codec, turn: int, text: str) -> list[Piece]:
-    """Return the text that follows `turn` as one piece; an empty list if it has no token."""
+    """Return a list with a piece for the text that follows `turn`; an empty list if the text has no token."""
     ids = codec.encode(text, add_special_tokens=False) if text else []
     return [Piece(ENVIRONMENT, turn, text, np.array(ids, np.int32))] if ids else []
 
@@ -121,7 +121,7 @@ def inherited(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def opening_tokens(branch: Sequence[Piece]) -> np.ndarray:
-    """Return [P] int32, the tokens before the first token that a policy sampled."""
+    """Return the tokens before the first policy token, [P] int32."""
     sampled = (i for i, piece in enumerate(branch) if piece.origin != ENVIRONMENT)
     return ids_of(branch[: next(sampled, len(branch))])
 
@@ -137,7 +137,7 @@ def common_beginning(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def as_rollout(branch: Sequence[Piece], prompt_tokens: int, finish_reason: str, trajectory: int) -> Rollout:
-    """Return a branch as the bank stores it, after a prompt of `prompt_tokens` with which the branch begins."""
+    """Return a branch as the bank stores it, without the first `prompt_tokens` tokens, which are the prompt."""
     spans = [[piece.origin, len(piece.token_ids), piece.turn] for piece in branch if len(piece.token_ids)]
     skip = prompt_tokens
     while skip:  # the prompt is not a span
@@ -153,7 +153,7 @@ def as_rollout(branch: Sequence[Piece], prompt_tokens: int, finish_reason: str, 
 
 
 def beginning(branch: Sequence[Piece], text: str) -> tuple[list[Piece], str]:
-    """Return the pieces with which `text` begins, and the text after them."""
+    """Return the pieces that `text` begins with, and the text after them."""
     for number, piece in enumerate(branch):
         if not text.startswith(piece.text):
             return list(branch[:number]), text

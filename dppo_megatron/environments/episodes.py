@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Sample = Callable[[Callable[[int], GenerateRequest], str], Awaitable[tuple[Rollout, ...]]]
-"""As `fleet.sampling.Sampler.sample`."""
+"""Has the signature of `fleet.sampling.Sampler.sample`."""
 
 
 def training_requests(config: Config, stop_token_ids: Sequence[int]) -> Callable[..., GenerateRequest]:
-    """Return a function that makes the request for a group of a training prompt from its id, token ids and seeds."""
+    """Return a function that builds a training prompt's request from request id, token ids and seeds."""
     rollout, objective = config.rollout, config.objective
     needed = build_objective(objective.name, **objective.settings).needs_columns
     flags = {c.asked_by for c in COLUMNS if c.name in needed} - {"", "teacher", *GenerateRequest.__dataclass_fields__}
@@ -61,7 +61,7 @@ def training_requests(config: Config, stop_token_ids: Sequence[int]) -> Callable
 
 @dataclass(eq=False)
 class Episodes:
-    """Plays the environment of the config. Sampling errors are raised; errors of an environment fail one trajectory."""
+    """Plays the configured environment. Sampling errors are raised; an environment error fails one trajectory."""
 
     config: Config
     _: KW_ONLY
@@ -70,8 +70,8 @@ class Episodes:
     tokenizer: PreTrainedTokenizerBase
     tools: Sequence[dict[str, Any]]
     stop_token_ids: Sequence[int]
-    routing: tuple[int, int] | None  # layers with experts and experts of a token, if the config wants routes
-    journals: Journals | None = None  # turns of training prompts, kept until the bank has their group
+    routing: tuple[int, int] | None  # (MoE layers, experts per token) if the config wants routes
+    journals: Journals | None = None  # turns of training prompts, kept until the bank has the group
     gateway: AgentGateway | None = None  # set for an agent
 
     def __post_init__(self) -> None:
@@ -81,12 +81,12 @@ class Episodes:
             self._render = lambda messages: render_chat(tokenizer, messages, tools)
         self._no_tools = None if self.gateway is None else tools_problem(partial(render_chat, tokenizer))
         self._training_request = training_requests(self.config, self.stop_token_ids)
-        self._numbers = itertools.count()  # number of groups
+        self._numbers = itertools.count()  # group numbers
         self._counts: Counter[str] = Counter()
         self._warned = False  # whether a rewritten history was reported
 
     async def play(self, prompt: Prompt, rewards: RewardPool) -> RolloutGroup:
-        """Play the group of a training prompt. `rewards` scores it if the environment gives no reward."""
+        """Play a training prompt's group. `rewards` scores it if the environment gives no reward."""
         order = next(self._numbers)
         rollout = self.config.rollout
         seeds = np.random.SeedSequence([self.config.run.seed, prompt.position]).generate_state(rollout.group_size)
@@ -128,7 +128,7 @@ class Episodes:
                 task.cancel()
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the metrics of the trajectories since the last call."""
+        """Return the trajectory metrics since the last call."""
         num_trajectories = max(self._counts["trajectories"], 1)
         count_names = ("turns", "calls", "call_errors") if self.tools or self.gateway else ("turns",)
         metrics = {f"environment/{name}_mean": self._counts[name] / num_trajectories for name in count_names}
@@ -139,9 +139,9 @@ class Episodes:
         return metrics | self.environments.take_metrics()
 
     async def _trajectory(self, spec: TrajectoryRequest) -> Trajectory:
-        """Play one trajectory. After a failure of the environment it has the turns so far and no reward.
+        """Play a trajectory. After an environment failure it has the turns so far and no reward.
 
-        If the environment's process died, a new process repeats the seed and the turns so far, once.
+        If the environment process died, a new process repeats the seed and the turns so far, once.
         """
         trajectory, failure = await self._attempt(spec)
         if failure is not None and failure.reason == "died":
@@ -178,7 +178,7 @@ class Episodes:
         return Trajectory(attempt.branches, attempt.finish_reason, attempt.reward, turn_rewards), failed
 
     async def _converse(self, spec: TrajectoryRequest, session: Session, attempt: Attempt) -> None:
-        """Answer the requests of an agent until it returns."""
+        """Answer an agent's requests until the agent returns."""
         assert self.gateway is not None
         fatal_error: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -188,7 +188,7 @@ class Episodes:
                 return await self._turn(spec, turn, context_ids, min(token_limit, max_tokens or token_limit))
             except RequestRejected:
                 raise
-            except Exception as error:  # an error of engines or the disk ends the run, not only this request
+            except Exception as error:  # an engine or disk error ends the run, not only this request
                 if not fatal_error.done():
                     fatal_error.set_exception(error)
                 raise RequestRejected("the run cannot continue; its log has the reason") from None
@@ -213,9 +213,9 @@ class Episodes:
             raise EnvironmentFailed("raised", "the agent returned without a turn of the policy")
 
     def _admit(self, spec: TrajectoryRequest, conversation: Conversation, context_ids: np.ndarray) -> tuple[int, int]:
-        """Return the number and the token limit of the next turn, which then counts. Raises `RequestRejected`.
+        """Count the next turn; return (turn number, token limit). Raises `RequestRejected`.
 
-        It does not wait, so requests in parallel cannot exceed the limits together.
+        It never waits, so parallel requests cannot exceed the limits together.
         """
         longest, turn = self.config.data.max_prompt_tokens, conversation.admitted
         if turn >= self.config.environment.max_turns:
@@ -235,7 +235,7 @@ class Episodes:
         return turn, token_limit
 
     def _left(self, spec: TrajectoryRequest, opening: int, context_ids: np.ndarray) -> int:
-        """Return the token limit of a turn, below 1 for none. `opening` counts the tokens before the first turn."""
+        """Return how many tokens a turn may have, below 1 if none. `opening`: tokens before the first turn."""
         token_limit = spec.first.max_tokens - max(len(context_ids) - opening, 0)  # a later prompt may be shorter
         return min(token_limit, self.config.environment.max_turn_tokens or token_limit)
 
@@ -333,14 +333,14 @@ class Episodes:
         return sampled
 
     async def _reward_of_text(self, spec: TrajectoryRequest, branches: list[list[Piece]]) -> float | None:
-        """Return the last turn's reward from `reward:` of the config, or None if the verifier failed."""
+        """Score the last turn with `reward:` of the config; return None if the verifier failed."""
         last = max((p for branch in branches for p in branch if p.sampled is not None), key=lambda p: p.turn)
         text = str(self.tokenizer.decode(last.token_ids, skip_special_tokens=True))
         (reward,), (failed,) = await spec.rewards.score(spec.prompt, [text], recorded=spec.recorded)
         return None if failed else float(reward)
 
     def _group(self, prompt: Prompt, request: GenerateRequest, trajectories: Sequence[Trajectory]) -> RolloutGroup:
-        """Build the group; the common beginning of all branches is its prompt.
+        """Build the group; the prompt is the common beginning of all branches.
 
         Without sampled tokens, the prompt stays as it is. Example: [5, 7, 2] and [5, 7, 9] give [5, 7].
         """
@@ -376,7 +376,7 @@ class Episodes:
         )
 
     def _nothing(self, request: GenerateRequest, prompt_tokens: int, number: int, like: Mapping[str, Any]) -> Rollout:
-        """Return the rollout of a trajectory without a turn, with dtypes and trailing shapes of `like`, if present."""
+        """Return the rollout of a trajectory without turns; dtypes and trailing shapes come from `like`, if present."""
         sizes = zip("KLk", (request.topk, *(self.routing or ())), strict=False)
         shapes = expected_shapes({}, 0, prompt_tokens - 1, like, **dict(sizes))
         columns = {

@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.types import Prompt
 
-CALL_ERROR = "error: "  # the answer to a call that raised begins with it
+CALL_ERROR = "error: "  # prefix of the answer to a call that raised
 
 
 class Message(TypedDict):
@@ -19,40 +19,37 @@ class Message(TypedDict):
     role: str
     content: str
     tool_call_id: NotRequired[str]
-    name: NotRequired[str]  # of the tool
+    name: NotRequired[str]  # tool name
 
 
 class Environment(Protocol):
-    """Simulates the world of one trajectory. A worker process creates an instance for each, from
-    `environment.settings`.
+    """Simulates the world of one trajectory.
 
-    A class needs `tools` or `step`; any method may be async. If a method raises, or takes longer than
-    `environment.timeout_s`, only this trajectory fails.
+    A worker process creates an instance for each trajectory, from `environment.settings`. A class needs `tools` or
+    `step`; any method may be async. If a method raises, or takes longer than `environment.timeout_s`, only this
+    trajectory fails.
     """
 
     def reset(self, prompt: Prompt, seed: int) -> str | None:
         """Begin the trajectory. A returned text is added to the prompt. Trajectories of a group have the same seed."""
 
     tools: Sequence[Callable[..., Any]]
-    """Plain functions with annotations and a docstring. A turn that calls some is answered by their results, one
-    that calls none is the last. An error of a call is an answer, too, except for `EnvironmentFailed`."""
+    """Plain functions with annotations and a docstring. If a turn calls functions, their results answer the turn; a
+    turn without calls is the last. A call error is an answer, too, except for `EnvironmentFailed`."""
 
     def step(self, text: str) -> tuple[str, float | None, bool] | Awaitable[tuple[str, float | None, bool]]:
-        """Answer the turn `text`. An environment has `step` or `tools`.
-
-        Returns the answer, the reward of the turn if there is one, and whether the trajectory is over.
-        """
+        """Answer the turn `text`; return (answer, turn reward or None, whether the trajectory is over)."""
 
     def reward(self) -> float:
-        """Return the reward of the trajectory, once it is over.
+        """Return the trajectory reward, after the last turn.
 
-        Without this method the reward is the sum of the turns' rewards. If turns have no rewards either, `reward:` of
-        the config scores the last turn.
+        Without this method, the turn rewards are added up. If turns have no rewards either, `reward:` in the config
+        scores the last turn.
         """
 
 
 class StepResult(NamedTuple):
-    """Contains the result of one turn."""
+    """Contains the result of a turn."""
 
     messages: list[Message]
     reward: float | None

@@ -1,4 +1,4 @@
-"""Provide environments to running trajectories, each with its own worker, which is replaced if it breaks."""
+"""Provide each running trajectory with an environment in a separate worker. Broken workers are replaced."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class EnvironmentPool:
             self._free.give_back()
 
     async def tools(self) -> list[dict[str, Any]]:
-        """Return the tools in the form for chat templates. Raises `EnvironmentNameError` if none can be created."""
+        """Return the tools as chat templates take them. Raises `EnvironmentNameError` without a working environment."""
         async with self.session() as session:
             try:
                 return await session.tools()
@@ -57,7 +57,7 @@ class EnvironmentPool:
                 raise EnvironmentNameError(f"environment.name: no environment can be created: {failure}") from None
 
     def count(self, prompt: Prompt, failure: EnvironmentFailed) -> None:
-        """Count and log one failed trajectory."""
+        """Count and log a failed trajectory."""
         self._failures[failure.reason] += 1
         self._recent.append(f"{failure.reason}: {failure}")
         log.warning("environment of prompt row %d failed (%s): %s", prompt.row, failure.reason, failure)
@@ -68,7 +68,7 @@ class EnvironmentPool:
         return max(self._recent, key=self._recent.count, default="")
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the trajectories since the last call as `environment/failed_REASON`."""
+        """Return how many trajectories failed since the last call, as `environment/failed_REASON`."""
         metrics = {f"environment/failed_{reason}": float(count) for reason, count in self._failures.items()}
         self._failures.clear()
         return metrics
@@ -115,7 +115,7 @@ class _Free:
 
 
 class Session:
-    """Represents the environment of one trajectory. Every method raises `EnvironmentFailed`."""
+    """Represents a trajectory's environment. Every request raises `EnvironmentFailed`."""
 
     def __init__(self, pool: WorkerPool[EnvironmentWorker]):
         self._pool = pool
@@ -145,7 +145,7 @@ class Session:
             self._pool.give_back(worker, usable=not self._pending)
 
     async def _begin(self, ask: Callable[[EnvironmentWorker], Result]) -> Result:
-        """Send the first request. If a worker that other trajectories used dies, repeat the request in a new worker."""
+        """Send the first request. If a worker that served other trajectories dies, repeat it in a new worker."""
         self._worker = await self._lease(self._pool.lease)
         if not self._worker.fresh:
             try:

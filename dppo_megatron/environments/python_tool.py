@@ -28,7 +28,7 @@ from .sandbox import PLACE
 _SANDBOX = Path(__file__).with_name("sandbox.py")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 _DESCRIPTORS = 64  # limit of each process
-_END_S = 30.0  # time for the kernel to end the processes of a program
+_END_S = 30.0  # time for the kernel to end a program's processes
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
 # Prints the limits that are not enforced.
 _PROBE = """
@@ -65,16 +65,16 @@ class SandboxError(ExpectedError):
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits one program. Its memory is at most `processes` x `memory_mb`, plus 2 x `files_mb` for files and output."""
+    """Limits one program. Memory is at most `processes` x `memory_mb`, plus 2 x `files_mb` for files and output."""
 
     wall_s: float = 10.0
     cpu_s: int = 10  # limit of each process
     memory_mb: int = 512  # limit of each process, including the kernel's memory for it
     processes: int = 1  # number of processes and threads, including the program itself
-    files_mb: int = 16  # size of all files in its working directory, which is in memory
+    files_mb: int = 16  # total size of the files in the working directory, an in-memory file system
     files: int = 256  # number of files
     output: int = 8192  # characters of the program's output in the answer
-    readable: tuple[str, ...] = ()  # directories and files of the machine, in addition to Python and its packages
+    readable: tuple[str, ...] = ()  # directories and files on the machine, in addition to Python and its packages
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -87,9 +87,9 @@ class Limits:
 
 
 def python_tool(**limits: Any) -> Callable[[str], str]:
-    """Return the tool `python` for `tools` of an environment. `limits` sets fields of `Limits`.
+    """Return the tool `python` for an environment's `tools`. `limits` sets fields of `Limits`.
 
-    Tests each limit. Raises `SandboxError` if one cannot be enforced on this machine.
+    Tests each limit. Raises `SandboxError` if a limit cannot be enforced on this machine.
     """
     tool_limits = Limits(**limits)
     _try_limits(tool_limits)
@@ -138,7 +138,7 @@ def _try_limits(limits: Limits) -> None:
 
 
 def _run(code: str, limits: Limits) -> tuple[str, str]:
-    """Run a program in a new sandbox; return its output, and the reason why it ended ("" after exit code 0).
+    """Run a program in a new sandbox; return (output, reason why the program ended, "" after exit code 0).
 
     Raises `EnvironmentFailed` if no sandbox can be created.
     """
@@ -185,13 +185,13 @@ def _run(code: str, limits: Limits) -> tuple[str, str]:
 
 @cache
 def _socket_buffer() -> int:
-    """Return the most bytes that the kernel buffers for a socket; one write exceeds the limit by half."""
+    """Return the most bytes that the kernel buffers for a socket; a write may exceed SO_SNDBUF by half."""
     with socket.socket(socket.AF_UNIX) as unix_socket:
         return unix_socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) * 3 // 2
 
 
 def _end(supervisor: subprocess.Popen) -> None:
-    """Terminate the supervisor, which ends all processes of the program and then itself."""
+    """Terminate the supervisor. The supervisor ends all program processes and then itself."""
     supervisor.terminate()
     try:
         supervisor.wait(_END_S)

@@ -1,11 +1,14 @@
-"""Set up the sandbox of one program and run the program in it: the script that `python_tool` starts.
+"""Set up a sandbox and run one program in it. `python_tool` starts this script.
 
-It imports only the standard library. There are three processes. The supervisor, which `python_tool` starts, creates new
-namespaces. They show the Python installation, read-only, and an empty directory in memory. Its child is process 1 of
-the new PID namespace; the kernel kills every process of the namespace when process 1 ends. The program is its child.
+It imports only the standard library. There are three processes:
 
-The program has no capabilities. A filter admits only listed system calls, so that all memory of the program counts
-towards its limits: no socket buffers, System V objects, message queues, locks of `fcntl` or pinned pages.
+- The supervisor creates new namespaces. They show the Python installation, read-only, and an empty directory in memory.
+- The supervisor's child is process 1 in the new PID namespace. When it ends, the kernel kills every process there.
+- The program is the child of process 1.
+
+The program has no capabilities. A filter admits only listed system calls, so that all program memory counts towards
+the limits: no System V objects, message queues, `fcntl` locks or pinned pages. It admits `socketpair` only if the
+memory limit has room for the socket buffers.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 
 NOSUID, NODEV, BIND, REC, PRIVATE, MNT_DETACH = 2, 4, 4096, 16384, 1 << 18, 2
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY = 442, -100, 0x8000, 1
 PDEATHSIG, DUMPABLE, SECCOMP, NO_NEW_PRIVS, THP_DISABLE = 1, 4, 22, 38, 41
-EPERM, ENOSYS = 0x00050001, 0x00050000 | 38  # results of a rejected call; libraries fall back after ENOSYS
+EPERM, ENOSYS = 0x00050001, 0x00050000 | 38  # results of rejected calls; libraries fall back after ENOSYS
 KILL, ALLOW = 0x80000000, 0x7FFF0000
 
 MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # audit number; column of the call numbers
@@ -62,16 +65,16 @@ time 201 -  clock_gettime 228 113  clock_getres 229 114  clock_nanosleep 230 115
 recvfrom 45 207  shutdown 48 210  getsockname 51 204  getpeername 52 205  getsockopt 55 209  socketpair 53 199
 fcntl 72 25  ioctl 16 29  prctl 157 167  prlimit64 302 261  clone 56 220  mmap 9 222  socket 41 198
 """
-# System calls that are allowed only with some values of one argument: (index of the argument, allowed values).
+# System calls that are allowed only for some values of an argument: (argument index, allowed values).
 ONLY: dict[str, tuple[int, tuple[int, ...]]] = {
     "socketpair": (0, (1,)),  # AF_UNIX, which asyncio and multiprocessing need
     "fcntl": (1, (0, 1, 2, 3, 4, 1030, 1032)),  # no locks (unlimited memory), larger pipes, leases
     "ioctl": (1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),  # TCGETS, TIOCGWINSZ, FION*, FIO*CLEX
-    "prctl": (0, (15, 16)),  # names of threads
-    "prlimit64": (0, (0,)),  # limits of the caller
+    "prctl": (0, (15, 16)),  # thread names
+    "prlimit64": (0, (0,)),  # the caller's limits
     "socket": (0, ()), "setxattr": (0, ()), "lsetxattr": (0, ()), "fsetxattr": (0, ()),
 }  # fmt: skip
-# Maps a call to the argument that decides and its forbidden bits: new namespaces; MAP_HUGETLB.
+# System call -> (argument index, forbidden bits): new namespaces; MAP_HUGETLB.
 WITHOUT = {"clone": (0, 0x7E020000), "mmap": (3, 0x40000)}
 LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -97,7 +100,7 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str =
 
 
 def mount_all(root: str, readable: list[str], megabytes: int, files: int, code: str) -> None:
-    """Mount the sandbox: `readable` of the machine, the program, and an empty writable directory."""
+    """Mount the sandbox: the machine's `readable` paths, the program, and an empty writable directory."""
     mount("none", "/", None, REC | PRIVATE)
     text = code.encode("utf-8", "surrogatepass")
     mount("tmpfs", root, "tmpfs", NOSUID | NODEV, f"size={(len(text) >> 20) + 2}m,mode=755")
@@ -120,9 +123,9 @@ def mount_all(root: str, readable: list[str], megabytes: int, files: int, code: 
 
 
 def leave_root() -> None:
-    """Leave root, because limits on processes do not apply to root.
+    """Leave root, because process limits do not apply to root.
 
-    The root of a user namespace without other users stays: the limits apply to it.
+    In a user namespace without other users, the process stays root there; the limits apply to this root.
     """
     try:
         os.setgroups([])
@@ -134,11 +137,11 @@ def leave_root() -> None:
 
 
 def close_calls(sockets: bool) -> None:
-    """Install the filter on system calls. sockets: whether it admits `socketpair`."""
+    """Install the system call filter. sockets: whether the filter admits `socketpair`."""
     restrictions = ONLY if sockets else {**ONLY, "socketpair": (0, ())}
     audit, column = MACHINES[platform.machine()]
     words = CALLS.split()
-    # Each line: operation, jump if it is true, jump if not, value. 0x20 loads, 0x06 returns.
+    # Each line: operation, jump if true, jump if false, value. 0x20 loads, 0x06 returns.
     program = [(0x20, 0, 0, 4), (0x15, 1, 0, audit), (0x06, 0, 0, KILL), (0x20, 0, 0, 0)]
     for name, number in zip(words[::3], words[1 + column :: 3], strict=True):
         if number == "-":
@@ -155,7 +158,7 @@ def close_calls(sockets: bool) -> None:
         else:
             body = [(0x06, 0, 0, ALLOW)]
         program += [(0x15, 0, len(body), int(number)), *body]
-    program.append((0x06, 0, 0, ENOSYS))  # rejects all others, and x32, which has other numbers
+    program.append((0x06, 0, 0, ENOSYS))  # rejects all others, and x32 calls: their numbers differ
     filters = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
     header = struct.pack("HxxxxxxP", len(program), ctypes.addressof(filters))
     call("no new privileges", "prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -167,7 +170,7 @@ def report(descriptor: int, **fields: object) -> None:
 
 
 def memory_group(limit_bytes: int) -> str | None:
-    """Create a cgroup of at most `limit_bytes`, kernel memory included; return None if this user cannot create one."""
+    """Create a cgroup limited to `limit_bytes`, kernel memory included; return None if this user cannot create it."""
     with contextlib.suppress(OSError), open("/proc/self/cgroup") as file:
         group_paths = {controllers: path for _, controllers, path in (line.rstrip("\n").split(":", 2) for line in file)}
         places, limit = ["/sys/fs/cgroup/memory" + group_paths.get("memory", "")], "memory.limit_in_bytes"
@@ -190,7 +193,7 @@ def memory_group(limit_bytes: int) -> str | None:
 
 def become(request: dict, group: str | None) -> None:
     """Run the program in this process; never returns."""
-    os.setsid()  # otherwise its signals to its process group reach the supervisor
+    os.setsid()  # otherwise its signals to the process group reach the supervisor
     with contextlib.suppress(OSError):
         if group:
             with open(f"{group}/cgroup.procs", "w") as file:
@@ -212,7 +215,7 @@ def become(request: dict, group: str | None) -> None:
 def guard(request: dict, answer: int, supervisor: int, group: str | None) -> None:
     """Act as process 1: end with the program or the supervisor, and report how the program ended. Never returns."""
     call("end with parent", "prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if select.select([supervisor], [], [], 0)[0]:  # it ended before the call above
+    if select.select([supervisor], [], [], 0)[0]:  # the supervisor ended before the call above
         os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the program cannot send process 1 a signal that has no handler
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)
@@ -227,10 +230,11 @@ def guard(request: dict, answer: int, supervisor: int, group: str | None) -> Non
 
 
 def main() -> None:
-    """Run the supervisor of one program.
+    """Run the supervisor process.
 
-    Arguments: the process that waits for the answer, and its descriptor. Input: the settings of `python_tool`. The
-    answer is one line of JSON: how the program ended, or the failure. When this process ends, all others have ended.
+    Arguments: the id of the process that waits for the answer, and the answer's descriptor. Input: the settings from
+    `python_tool`. The answer is one line of JSON: how the program ended, or the failure. When this process ends, all
+    others have ended.
     """
     caller, answer = int(sys.argv[1]), int(sys.argv[2])
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)

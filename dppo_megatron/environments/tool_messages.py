@@ -1,4 +1,4 @@
-"""Write tool calls and their results as chat templates take them."""
+"""Write tool calls and results as chat templates take them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from .tools import Tool, ToolCall, tool, tool_calls
 
-ChatMessage = dict[str, Any]  # a message of an OpenAI chat: role, content (text), tool_calls (arguments as an object)
+ChatMessage = dict[str, Any]  # an OpenAI chat message: role, content (text), tool_calls (arguments as an object)
 Render = Callable[[Sequence[ChatMessage], Sequence[Tool]], str]
 """(messages, tools) -> the chat as the model reads it, up to the start of its answer. Raises `ValueError`."""
 
@@ -20,7 +20,7 @@ def described_call(id: str, name: str, arguments: Any) -> dict[str, Any]:
 
 
 def assistant_message(content: str, calls: Iterable[tuple[str, ToolCall]] = ()) -> ChatMessage:
-    """Return a turn with (id, call) of each of its calls."""
+    """Return a turn with tool calls, given as (id, call)."""
     call_entries = [described_call(id, call.name, call.arguments) for id, call in calls]
     return {"role": "assistant", "content": content, **({"tool_calls": call_entries} if call_entries else {})}
 
@@ -28,9 +28,9 @@ def assistant_message(content: str, calls: Iterable[tuple[str, ToolCall]] = ()) 
 def render_turns(
     render: Callable[[Sequence[ChatMessage]], str], sampled: Sequence[ChatMessage], sent: Sequence[ChatMessage]
 ) -> str:
-    """Render a chat with the text of its turns as sampled, or, if the template rejects that, with `tool_calls`.
+    """Render a chat with turns as sampled or, if the template rejects them, with `tool_calls`.
 
-    The templates of gpt-oss and Mistral accept the result of a tool only after `tool_calls`. Raises `ValueError`.
+    The gpt-oss and Mistral templates accept a tool result only after `tool_calls`. Raises `ValueError`.
     """
     for messages in (sampled, sent):
         with suppress(ValueError):
@@ -39,7 +39,7 @@ def render_turns(
 
 
 def tools_problem(render: Render) -> str | None:
-    """Return why tools do not work with a chat template, with the remedy, or None.
+    """Return why tools do not work with a chat template, and the remedy; None if they work.
 
     The template must show tools, write a call that `tool_calls` returns unchanged, and accept results.
     """
@@ -52,7 +52,7 @@ def tools_problem(render: Render) -> str | None:
     user, call = {"role": "user", "content": "?"}, ToolCall("price", {"product": "7", "count": 2, "more": {"a": ["é"]}})
     forms: tuple[Any, Any] = call.arguments, json.dumps(call.arguments)
     problems = []
-    # Mistral's template wants ids of nine letters, Kimi's wants names in them, and DeepSeek's wants arguments as text.
+    # Mistral's template needs nine-letter ids, Kimi's needs names in the ids, and DeepSeek's needs arguments as text.
     for id, arguments in product((call.named("", 0), "functions.price:0"), forms):
         call_message = assistant_message("", [(id, call._replace(arguments=arguments))])
         result = {"role": "tool", "content": "1", "tool_call_id": id, "name": call.name}

@@ -17,8 +17,8 @@ _CALL = ("<tool_call>", "[TOOL_CALLS]", "<｜tool▁call▁begin｜>", "<|tool_c
 _END = ("</tool_call>", "<｜tool▁call▁end｜>", "<|tool_call_end|>")
 _INSIDE = ("[CALL_ID]", "<｜tool▁sep｜>", "<|tool_call_argument_begin|>", "<|start|>", "<|channel|>", "<|message|>")
 MARKS = (*_THINK, *_THOUGHT, *_CALL, *_END, *_INSIDE)
-"""Texts by which a turn is parsed. They are special tokens in some tokenizers."""
-_LLAMA_CALL = (  # the beginning of the shown text, because its calls have no mark
+"""Marks that separate the parts of a turn. Some tokenizers make them special tokens."""
+_LLAMA_CALL = (  # at the beginning of the shown text, because Llama's calls have no mark
     r'(?:\A|(?<=</think>|\[/THINK\]))\s*(?:<\|python_tag\|>\s*)?\{(?=\s*"(?:type|name|parameters)")'
     r'(?=.*"name"\s*:)(?=.*"(?:parameters|arguments)"\s*:)'
 )
@@ -28,9 +28,9 @@ _MARK = re.compile(
     rf"(?P<think><think>|\[THINK\])|(?P<thought></think>|\[/THINK\])|(?P<call>{_CALLS}|{_LLAMA_CALL})|{_SECTION}",
     re.DOTALL,
 )
-# The formats in which chat templates write calls. We parse them ourselves: the parsers of vLLM and SGLang take half a
-# minute to import and drop a malformed call without a reason, and that of transformers needs a `response_template`,
-# which models of these formats lack.
+# The formats in which chat templates write calls. Existing parsers do not fit: the vLLM and SGLang parsers take half a
+# minute to import and drop a malformed call without a reason. The transformers parser needs a `response_template`, but
+# models with these formats have none.
 _JSON = re.compile(  # Hermes, Qwen2.5, Qwen3, Mistral, Llama 3; then with a name before: DeepSeek, Kimi, Mistral
     r"(?:<tool_call>|\[TOOL_CALLS\])\s*(?=[\[{])|\s*(?:<\|python_tag\|>\s*)?(?=\{)"
     r"|(?:\[TOOL_CALLS\]|<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?|<\|tool_call_begin\|>)\s*"
@@ -51,13 +51,13 @@ _MESSAGE = re.compile(  # gpt-oss: addressed to a tool, in a channel
     r"(.*?)(?:<\|(?:end|call|return)\|>)?(?=<\|start\|>|\Z)",
     re.DOTALL,
 )
-Tool = dict[str, Any]  # a tool of an OpenAI chat: {"type": "function", "function": {name, description, parameters}}
+Tool = dict[str, Any]  # an OpenAI chat tool: {"type": "function", "function": {name, description, parameters}}
 
 
 class ToolCall(NamedTuple):
-    """Describes a tool call in a policy's turn. `problem` states why the call is invalid, "" if it is valid.
+    """Describes a tool call in a policy turn. `problem` states why the call is invalid, "" if it is valid.
 
-    `id` is "" if the policy wrote none.
+    `id` is "" if the policy wrote no id.
     """
 
     name: str
@@ -66,20 +66,20 @@ class ToolCall(NamedTuple):
     id: str = ""
 
     def named(self, turn: str, number: int) -> str:
-        """Return its id, else nine letters and digits (Mistral's form) from its turn's name and its number there."""
+        """Return the id, else nine letters and digits (Mistral's form) from the turn name and the call number."""
         return self.id or blake2b(f"{turn} {number}".encode(), digest_size=5).hexdigest()[:9]
 
 
 def tool_calls(text: str, tools: Sequence[Tool] = ()) -> list[ToolCall]:
-    """Return the calls in a turn, also malformed ones, but none of its reasoning.
+    """Return the calls in a turn, including malformed calls, but not the calls in the reasoning.
 
-    docs/environments.md lists the formats. `tools` have the types of arguments that a format writes without quotes.
+    docs/environments.md lists the formats. `tools` give the types of arguments that a format writes without quotes.
     """
     return turn_parts(text, True, tools)[2]
 
 
 def parse_turn(text: str, offered: bool, tools: Sequence[Tool] = ()) -> tuple[str, str, tuple[ToolCall, ...]]:
-    """Return (reasoning, content, calls) of a turn. Text that is not a valid call stays content.
+    """Split a turn into (reasoning, content, calls). Text that is not a valid call stays content.
 
     `offered` states whether the policy has tools.
     """
@@ -88,12 +88,12 @@ def parse_turn(text: str, offered: bool, tools: Sequence[Tool] = ()) -> tuple[st
 
 
 def opened_reasoning(prompt: str) -> str:
-    """Return the mark with which a prompt opens the reasoning of the next turn, else ""."""
+    """Return the mark with which a prompt opens the next turn's reasoning, else ""."""
     return next((mark for mark in _THINK if prompt.rstrip().endswith(mark)), "")
 
 
 def turn_parts(text: str, offered: bool, tools: Sequence[Tool]) -> tuple[str, str, list[ToolCall]]:
-    """Return (reasoning, content, calls) as `parse_turn` does, with the calls that have a problem."""
+    """Split a turn as `parse_turn` does, but also return calls that have a problem."""
     text = _MESSAGE.sub(_without_channels, text)
     parts: tuple[list[str], list[str]] = [], []  # content, reasoning
     calls: list[ToolCall] = []
@@ -116,7 +116,7 @@ def turn_parts(text: str, offered: bool, tools: Sequence[Tool]) -> tuple[str, st
 
 
 def _without_channels(message: re.Match[str]) -> str:
-    """Return a message of gpt-oss with the marks of other models."""
+    """Return a gpt-oss message with the marks of other models."""
     head, body = message.groups()
     if recipient := re.search(r"to=([\w.-]+)", head):
         return f"<|tool_call_begin|>{recipient[1]}<|tool_call_argument_begin|>{body}<|tool_call_end|>"
@@ -124,7 +124,7 @@ def _without_channels(message: re.Match[str]) -> str:
 
 
 def _read_call(text: str, start: int, tools: Sequence[Tool]) -> tuple[list[ToolCall], int]:
-    """Return the calls that the mark at `start` opens, and where they end, 0 if one is malformed."""
+    """Return (calls that the mark at `start` opens, their end), with end 0 if a call is malformed."""
     if head := _JSON.match(text, start):
         name, id = head["name"] or "", head["id"] or head["call_id"] or ""
         try:
@@ -168,16 +168,16 @@ def _typed(raw: str, schema: Mapping[str, Any], name: str) -> Any:
 
 
 def tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> Tool:
-    """Return a function in the form for chat templates."""
+    """Describe a function as chat templates take it."""
     function = {"name": name, "description": description or "", "parameters": parameters or {}}
     return {"type": "function", "function": function}
 
 
 class Tools:
-    """Stores functions by name, with JSON schemas of their arguments.
+    """Stores functions by name, with JSON schemas for the arguments.
 
-    Raises `TypeError` for a function that a call in JSON cannot reach: without a name of its own, or with an argument
-    without a name or a type, or with a type that has no JSON schema.
+    Raises `TypeError` for generators, and for functions that a JSON call cannot reach: without a unique name, or with
+    an argument that lacks a name, a type or a JSON schema.
     """
 
     def __init__(self, functions: Iterable[Callable[..., Any]]):
@@ -200,7 +200,7 @@ class Tools:
                 raise TypeError(f"tools: {name}: {error}") from None
 
     def call(self, call: ToolCall) -> Any:
-        """Return the function's result. Raises its errors, and `ValueError` with the problem of the call."""
+        """Return the function's result. Raises the function's errors, and `ValueError` if the call has a problem."""
         if call.problem:
             raise ValueError(call.problem)
         function = self._functions.get(call.name)

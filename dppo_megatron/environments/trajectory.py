@@ -17,11 +17,13 @@ from .dialogue import Dialogue, Piece
 
 @dataclass(frozen=True)
 class TrajectoryRequest:
-    """Describes one trajectory of a group.
+    """Describes a trajectory in a group.
 
-    `first` is the request of the first turn. Its id is unique among running trajectories, and its max_tokens limits all
-    tokens after the prompt. `turns` has the turns that were finished before. `order` is the number of the group, in the
-    order in which groups began. `recorded` states whether the trajectory is included in the metrics.
+    first: request for the first turn. The request id is unique among running trajectories, and max_tokens limits all
+        tokens after the prompt.
+    turns: turns that were finished before.
+    order: group number, in the order in which groups began.
+    recorded: whether the metrics include the trajectory.
     """
 
     prompt: Prompt
@@ -34,7 +36,7 @@ class TrajectoryRequest:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """Contains a finished trajectory. `reward` is None if it failed. `turn_rewards` is empty if no turn has one."""
+    """Contains a finished trajectory. `reward` is None if it failed. `turn_rewards` is empty if turns have none."""
 
     branches: list[list[Piece]]
     finish_reason: str
@@ -43,7 +45,7 @@ class Trajectory:
 
     @property
     def sampled(self) -> list[Rollout]:
-        """Return the turns of the policy."""
+        """Return the policy turns."""
         pieces = (piece for branch in self.branches for piece in branch)
         return [piece.sampled for piece in pieces if piece.sampled is not None]
 
@@ -69,5 +71,5 @@ class AgentGateway(Protocol):
     def url(self) -> str: ...
 
     def session(self, conversation: Conversation) -> AbstractAsyncContextManager[str]:
-        """Yield the key by which requests reach the conversation."""
+        """Yield the key for requests to the conversation."""
         ...

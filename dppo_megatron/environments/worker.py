@@ -1,4 +1,4 @@
-"""Run the environment of one trajectory at a time in a process, and give the pool a handle."""
+"""Run one environment at a time in a worker process, and give the pool a handle."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class EnvironmentWorker(Worker):
         self._timeout_s = config.timeout_s
 
     def described(self) -> tuple[list[dict[str, Any]], bool]:
-        """Return the tools in the form for chat templates, and whether `step` exists, which can reward each turn."""
+        """Return (tools as chat templates take them, whether `step` exists). Only `step` can reward each turn."""
         description = self._call(list[Any], "for an environment to be created", "described")
         return checked(tuple[list[dict[str, Any]], bool], tuple(description))
 
@@ -39,16 +39,16 @@ class EnvironmentWorker(Worker):
         return self._call(str | None, "for reset", "reset", prompt, seed)
 
     def step(self, text: str, opened: str = "") -> StepResult:
-        """Answer a turn. `opened` is the mark by which the prompt opened its reasoning."""
+        """Answer a turn. `opened` is the mark with which the prompt opened the turn's reasoning."""
         answer = self._call(list[Any], "for the answer to a turn", "step", text, opened)
         return StepResult(*checked(tuple[list[Message], float | None, bool], tuple(answer)))
 
     def finish(self) -> float | None:
-        """Return the reward of the trajectory, or None if the environment gives no reward."""
+        """Return the trajectory reward, or None if the environment gives no reward."""
         return self._call(float | None, "for the reward", "finish")
 
     def agent(self, prompt: Prompt, url: str, key: str) -> float | None:
-        """Run the agent to its end. Return its reward, or None if it gives no reward."""
+        """Run the agent until it returns. Return the reward, or None if the agent gives no reward."""
         return self._call(float | None, "for the agent to return", "agent", prompt, url, key)
 
     def _call(self, kind: Any, purpose: str, method: str, *arguments: Any) -> Any:
@@ -65,8 +65,8 @@ def environment_problem(
 ) -> str | None:
     """Return why an environment or agent cannot be used, or None without a problem or without an environment.
 
-    An environment must be created, and an agent imported, in its own process. Tools need a chat template (`chat`), and
-    `step` must exist if turns need rewards (`by_turn`). Adds its tools to `tools`.
+    Creates the environment, or imports the agent, in a worker process. Tools need a chat template (`chat`), and `step`
+    must exist if turns need rewards (`by_turn`). Adds the environment's tools to `tools`.
     """
     if config.source is None:
         return None
@@ -93,7 +93,7 @@ def environment_problem(
 
 
 def load(hello: dict[str, Any]) -> tuple[str | None, Answer]:
-    """Import the environment or agent in the worker's process."""
+    """Import the environment or agent in the worker process."""
     try:
         make, settings = load_attribute(hello["setting"], hello["name"], EnvironmentNameError), hello["settings"]
         is_agent = hello["setting"] == "environment.agent"
@@ -113,14 +113,14 @@ def load(hello: dict[str, Any]) -> tuple[str | None, Answer]:
 
 
 class _Host:
-    """Runs the environment in its process. `make` is the environment's class, or the agent."""
+    """Runs the environment in the worker process. `make` is the environment class, or the agent."""
 
     def __init__(self, make: Callable[..., Any]):
         self._make = make
         self._environment: Any = None
 
     def answer(self, request: bytes) -> list[Any]:
-        """Answer one request. User code may raise any error, which fails only this trajectory."""
+        """Answer a request. Any error in user code fails only this trajectory."""
         try:
             kind, *arguments = pickle.loads(request)
             outcome = getattr(self, f"_{kind}")(*arguments)

@@ -1,4 +1,4 @@
-"""Implement the interface of OpenAI Chat Completions."""
+"""Implement the OpenAI Chat Completions interface."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SERVED: dict[str, Any] = {
     "presence_penalty": (0,),
     "modalities": (["text"],),
 }
-# Fields of messages. The last five change no turn.
+# Message fields. The last five change no turn.
 _OF_MESSAGES = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "refusal",
                 "annotations", "cache_control")  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Define the common parts of the interfaces: a request becomes a `TurnRequest`, a `Turn` becomes a reply or events."""
+"""Define the common parts of all interfaces: a request becomes a `TurnRequest`, a `Turn` becomes a reply or events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dppo_megatron.environments.tools import Tool, ToolCall, tool
 
 Body = dict[str, Any]
 MODEL = "policy"  # the policy's name in replies to requests that name no model
-# Fields that every interface reads, and fields that change no turn or are only hints. Sampling is that of the run.
+# Fields that every interface reads, and fields that change no turn or are only hints. The run sets sampling.
 _KNOWN = (
     "model tools stream stream_options temperature top_p top_k min_p seed parallel_tool_calls max_tool_calls reasoning "
     "reasoning_effort thinking verbosity prediction truncation store metadata user safety_identifier service_tier "
@@ -24,10 +24,10 @@ TYPES: dict[str, type] = {"stream": bool, "stream_options": dict, "tools": list,
 
 
 class Interface(Protocol):
-    """Declares the functions of an interface, which each of the three modules implements."""
+    """Declares the functions that each of the three interface modules implements."""
 
     PATH: str
-    READ: tuple[str, ...]  # its own fields
+    READ: tuple[str, ...]  # fields of this interface
     SERVED: dict[str, Any]  # field -> values that change nothing; other values, and unknown fields, are rejected
 
     def read(self, body: Body) -> TurnRequest:
@@ -39,7 +39,7 @@ class Interface(Protocol):
     def reply(self, turn: Turn, body: Body) -> Body: ...
 
     def events(self, turn: Turn, body: Body) -> Iterator[Body]:
-        """Yield the reply as server-sent events. An event with a `type` is named after it."""
+        """Yield the reply as server-sent events. An event with a `type` is named after the type."""
 
     def error(self, message: str, status: int) -> Body: ...
 
@@ -53,7 +53,7 @@ def call(id: str, name: str, arguments: str | Body) -> Body:
 
 
 def function(kind: object, described: Body, schema: str) -> Tool:
-    """Return a tool of a request. `schema` is the field of its parameters. Raises `RequestRejected`."""
+    """Return a tool from a request. `schema` is the field with the tool parameters. Raises `RequestRejected`."""
     name, parameters = described.get("name"), described.get(schema)
     if kind != "function" or not isinstance(name, str) or not isinstance(parameters, dict | None):
         needed = f"the policy calls only functions, with a text as name and an object as {schema}"
@@ -62,7 +62,7 @@ def function(kind: object, described: Body, schema: str) -> Tool:
 
 
 def optional_text(content: Any) -> str:
-    """Return the text of a message, "" for null. Raises `ValueError` for other content."""
+    """Return message text, "" for null. Raises `ValueError` for other content."""
     return "" if content is None else text_of(content)
 
 

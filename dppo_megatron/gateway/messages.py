@@ -1,4 +1,4 @@
-"""Implement the interface of Anthropic Messages."""
+"""Implement the Anthropic Messages interface."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def error(message: str, status: int) -> Body:
 
 
 def _put(messages: list[ChatMessage], message: Body) -> None:
-    """Add a message. Tool results, which are part of a user message here, become messages of their own."""
+    """Add a message. Tool results in a user message become separate messages."""
     role, content = message["role"], message["content"]
     if isinstance(content, str):
         messages.append({"role": role, "content": content})
@@ -76,7 +76,7 @@ def _put(messages: list[ChatMessage], message: Body) -> None:
             case "tool_use":
                 calls.append(call(block["id"], block["name"], block["input"]))
             case "thinking" | "redacted_thinking":
-                pass  # the policy's own turns are stored as they were sampled
+                pass  # policy turns are stored as they were sampled
             case "text":
                 text_blocks.append(block)
             case other:

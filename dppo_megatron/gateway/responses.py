@@ -1,4 +1,4 @@
-"""Implement the interface of OpenAI Responses. No items are kept between requests: each request has all of them."""
+"""Implement the OpenAI Responses interface. No items are kept between requests: each request has all items."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _events(turn: Turn, body: Body) -> Iterator[Body]:
 
 
 def _put(messages: list[ChatMessage], item: Body) -> None:
-    """Add an item. The items of one turn become one message, as chat templates expect."""
+    """Add an item. A turn's items become a single message, as chat templates expect."""
     match item.get("type", "message"):
         case "message":
             role = "system" if item["role"] == "developer" else item["role"]
@@ -88,7 +88,7 @@ def _put(messages: list[ChatMessage], item: Body) -> None:
             content = optional_text(item["output"])
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
         case "reasoning":
-            pass  # the policy's own turns are stored as they were sampled
+            pass  # policy turns are stored as they were sampled
         case other:
             raise RequestRejected(
                 f"an input item of type {other!r}: only messages, function calls and outputs are served"

@@ -1,4 +1,4 @@
-"""Serve agents over HTTP: find the session by its key, and give the request to its conversation."""
+"""Serve agents over HTTP: find the session by key, and pass the request to the conversation."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ MALFORMED = (LookupError, TypeError, ValueError, AttributeError, RecursionError)
 @dataclass
 class _Session:
     conversation: Conversation
-    # Turns that are being sampled, with their requests and the HTTP request that gets the reply.
+    # Turns that are being sampled -> (turn request, HTTP request that gets the reply).
     running: dict[asyncio.Task[Turn], tuple[TurnRequest, web.Request]] = field(default_factory=dict)
 
     def asking(self, ask: TurnRequest, request: web.Request) -> asyncio.Task[Turn]:
-        """Return the running turn of a disconnected client that sent the same request, or a new one."""
+        """Return the running turn if a disconnected client sent an equal request, else start a new turn."""
         abandoned_tasks = (
             task
             for task, (turn_request, http_request) in self.running.items()
@@ -46,8 +46,8 @@ class _Session:
 class Gateway:
     """Listens on a free port of `host` while it is open as an asynchronous context manager.
 
-    A session is identified by its secret key: in `Authorization: Bearer`, in `x-api-key`, or in the URL as
-    /sessions/KEY/v1/... Without a key every route answers 401, also on loopback.
+    A secret key identifies a session: in `Authorization: Bearer`, in `x-api-key`, or in the URL as /sessions/KEY/v1/...
+    Without a key every route answers 401, also on loopback.
     """
 
     def __init__(self, host: str):
@@ -79,7 +79,7 @@ class Gateway:
 
     @asynccontextmanager
     async def session(self, conversation: Conversation) -> AsyncIterator[str]:
-        """Yield the key by which requests reach the conversation. On exit wait until the last of them is answered."""
+        """Yield the key for requests to the conversation. On exit, wait until all requests are answered."""
         key = secrets.token_urlsafe(24)
         session = self._sessions[key] = _Session(conversation)
         try:

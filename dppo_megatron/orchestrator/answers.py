@@ -1,7 +1,7 @@
-"""Store the answers of an evaluation on disk; stored answers are not sampled again.
+"""Store evaluation answers on disk; stored answers are not sampled again.
 
 SET/v000020.jsonl   one line per prompt: prompt, answer; per sample: text, final answer, reward, length, versions
-SET/v000020.json    settings, prompts and policy of the answers and, once all are there, their metrics
+SET/v000020.json    settings, prompts and policy of the answers and, once all are stored, the metrics
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _SavedRecord:
 
 
 class SavedAnswers:
-    """Stores the answers of one set under one policy. Stored answers are used only if their `origin` is equal."""
+    """Stores a policy's answers to one set. Stored answers are used only if their `origin` is equal."""
 
     def __init__(self, directory: Path, version: int, origin: dict[str, Any], *, prompts: int, n: int):
         """Load the stored answers. The set has `prompts` prompts at positions from 0, with `n` answers each."""

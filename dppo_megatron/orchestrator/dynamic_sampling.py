@@ -22,18 +22,19 @@ class NoSignal(ExpectedError, RuntimeError):
 
 
 class NoReward(ExpectedError, RuntimeError):
-    """No sample of a complete step has a reward."""
+    """Every reward failed, in as many consecutive groups as a step has."""
 
 
 @dataclass(eq=False)
 class SignalFilter:
     """Chooses the groups to keep: all groups, or with `rollout.dynamic_sampling` the groups with different rewards.
 
-    Rewards are the verifier's, and failed rewards are ignored. At most `rollout.max_prompts_per_group` prompts are
-    spent per group of a step, on average over the step, counted from the start of this process.
+    Rewards are the verifier's, and failed rewards are ignored. A step may spend at most
+    `rollout.max_prompts_per_group` prompts per group, on average, counted from the process start.
 
-    For `NoReward`, last_failure returns the reason of the last reward that failed. trajectory_failure returns the most
-    frequent reason of recent trajectories that failed in their environment or agent. Both are empty without failures.
+    last_failure: returns why the last reward failed, for `NoReward`.
+    trajectory_failure: returns the most frequent reason why recent trajectories failed in the environment or agent.
+    Both return an empty text without failures.
     """
 
     config: RolloutConfig
@@ -47,8 +48,8 @@ class SignalFilter:
     def keeps(self, group: RolloutGroup, step: int) -> bool:
         """Return whether `step` trains on `group`.
 
-        Raises NoSignal when it rejected too many groups. Raises NoReward when every reward failed in as many
-        consecutive groups as a step has, at least `FEWEST_FAILED`.
+        Raises NoSignal if it rejected too many groups. Raises NoReward if every reward failed in as many consecutive
+        groups as a step has, at least `FEWEST_FAILED`.
         """
         config = self.config
         self._failed = self._failed + 1 if group.reward_failed.all() else 0
@@ -76,7 +77,7 @@ class SignalFilter:
 
 
 def describe_drop(group: RolloutGroup) -> str:
-    """Return the detail of a dropped prompt in the bank."""
+    """Return the detail that the bank stores for a dropped prompt."""
     valid = group.rewards[~group.reward_failed]
     equal = f"rewards of {len(valid)} samples are all {valid[0]:g}" if len(valid) else "no reward"
     return f"{equal}, {int(group.reward_failed.sum())} failed"

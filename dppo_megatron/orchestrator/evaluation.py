@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """Contains a set with its prompts and graders."""
+    """Contains an evaluation set with prompts and graders."""
 
     settings: EvalSet
     prompts: Sequence[Prompt]
@@ -48,10 +48,10 @@ class Evaluated:
 class Evaluator:
     """Answers and scores every set at the versions that are due: first, last, and every `eval.every`.
 
-    Results are appended to the rollout metrics, one record per set. Its step is the oldest policy version of any token
-    in the answers. That is the due version, unless newer ones were published before the first or last answer. A version
-    that already has a result is not evaluated again. When an interrupted evaluation is resumed, its stored answers are
-    used if they are of the same policy. Seeds are derived from the run's seed, the set, the prompt and the sample.
+    Results are appended to the rollout metrics, one record per set. The record's step is the oldest policy version of
+    any token in the answers: the due version, unless all tokens come from newer versions. A version that already has a
+    result is not evaluated again. A resumed evaluation uses the stored answers if they come from the same policy.
+    Seeds are derived from run seed, set, prompt and sample.
     """
 
     config: Config
@@ -59,7 +59,7 @@ class Evaluator:
     sets: Mapping[str, Evaluated]
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
-    output: Path  # file of the records
+    output: Path  # record file
     answers: Path  # directory with one entry per set
 
     def __post_init__(self) -> None:
@@ -74,12 +74,12 @@ class Evaluator:
     def start(self, version: int, policy: Any, sampler: Sampler) -> asyncio.Task[dict[str, dict[str, float]]]:
         """Start a task that returns the metrics of every set. A failed verifier counts as 0.
 
-        Afterwards `version` is no longer due. `policy` is JSON that identifies it among policies of the same version.
+        Afterwards `version` is no longer due. `policy` is JSON that distinguishes policies with the same version.
         Raises the errors of `Sampler.sample`.
         """
         missing = self._missing(version)
         self._started |= {(version, name) for name in missing}
-        # Their tasks exist from here on, so their requests precede those of all groups that begin later.
+        # The tasks exist from here on, so their requests precede the requests of groups that begin later.
         running = {name: self._start_set(name, version, policy, sampler) for name in missing}
         return asyncio.create_task(_gather(running))
 
@@ -170,7 +170,7 @@ class Evaluator:
         return samples
 
     async def _play(self, name: str, version: int, prompt: Prompt, _: Sampler) -> list[dict[str, Any]]:
-        """Return the samples for answers in turns. Their text is that of the last branch, prompt included."""
+        """Return the samples for answers in turns. The text is the last branch, prompt included."""
         eval_set, request = self.sets[name], self._requests(name, version, prompt)(0)
         assert eval_set.episodes is not None
         samples = []
@@ -221,7 +221,7 @@ async def _gather(running: Mapping[str, asyncio.Task[dict[str, float]]]) -> dict
 
 
 def scores(name: str, eval_set: EvalSet, records: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, float]:
-    """Return the metrics of a set, computed only from the answers and the seconds: see `observability.names`."""
+    """Compute a set's metrics from only the answers and the seconds: see `observability.names`."""
     samples = [record["samples"] for record in records]
     flat = [sample for answers in samples for sample in answers]
     rewards = np.array([[sample["reward"] for sample in answers] for answers in samples])

@@ -1,4 +1,4 @@
-"""Build one orchestrator from the config and run it to the end of the run: `dppo-megatron orchestrator`."""
+"""Build an orchestrator from the config and run it until the run ends: `dppo-megatron orchestrator`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from .teachers import MOST_REQUESTS, Teachers
 
 log = logging.getLogger(__name__)
 
-LAUNCHER_S = 60.0  # the launcher names a rank that hangs; the orchestrator, which cannot, waits this much longer
+LAUNCHER_S = 60.0  # the launcher can name a rank that hangs; the orchestrator cannot, so it waits this much longer
 OTHER_FILES = 256  # bank, logs, reward processes, health checks
 
 
@@ -74,12 +74,12 @@ def run_orchestrator(config: Config, prompts: int | None = None) -> None:
 
 
 def allow_open_files(config: Config) -> None:
-    """Raise this process's soft limit of open files, because every request to an engine is a connection.
+    """Raise the soft limit for open files in this process, because every engine request is a connection.
 
     Raises `ConfigError` if sampling may need more than the hard limit.
     """
     rollout = config.rollout
-    # An update may interrupt all samples, and each continues in its own request. Evaluations run at the same time.
+    # An update may interrupt all samples, and each continues in a separate request. Evaluations run meanwhile.
     needed = rollout.max_concurrent_groups * (rollout.group_size + 1) + OTHER_FILES
     needed += len(config.distillation.teachers) * MOST_REQUESTS
     if config.environment.source is not None:
@@ -98,9 +98,9 @@ def allow_open_files(config: Config) -> None:
 async def evaluate_once(
     config: Config, engines: Sequence[Engine], policy: object, version: int = 0
 ) -> dict[str, dict[str, float]]:
-    """Evaluate every set by the policy that the engines serve now as `version`; return the metrics by set.
+    """Evaluate the policy that the engines serve now on every set; return the metrics by set.
 
-    `policy` identifies the policy. Records go to the run's rollout metrics.
+    `version` and `policy` identify the policy. Records go to the run's rollout metrics.
     """
     setting = _Setting(config)
     RunDir(config.run.dir).rollout_metrics.unlink(missing_ok=True)  # `Evaluator` reports finished sets again
@@ -191,7 +191,7 @@ async def _check_all(config: Config, check: Callable[[Engine], Awaitable[None]])
 
 
 class _Setting:
-    """Provides common parts of sampling and evaluation: tokenizer, tokens that end a response, and prompts."""
+    """Provides the common parts for sampling and evaluation: tokenizer, end tokens and prompts."""
 
     def __init__(self, config: Config):
         self._config = config
@@ -203,7 +203,7 @@ class _Setting:
         self._prompts: PromptSource | None = None
 
     def training_prompts(self, episodes: Episodes | None) -> PromptSource:
-        """Return the training prompts, which show the tools of `episodes`. They are read at the first call."""
+        """Return the training prompts, rendered with the tools of `episodes`. The first call reads them."""
         if self._prompts is None:
             self._prompts = training_prompts(self._config, self.tokenizer, _tools(episodes))
         return self._prompts
@@ -211,7 +211,7 @@ class _Setting:
     async def episodes(
         self, pools: contextlib.AsyncExitStack, sampler: Sampler, journals: Journals | None = None
     ) -> Episodes | None:
-        """Return `Episodes` of the config's environment, valid until `pools` closes. None without an environment."""
+        """Return `Episodes` for the configured environment, valid until `pools` closes; None without environment."""
         config = self._config
         if config.environment.source is None:
             return None

@@ -16,13 +16,13 @@ from dppo_megatron.types import RolloutGroup
 
 @dataclass(eq=False)
 class StepRecorder:
-    """Measures the cost of generation per training step. Writes one record when the step's last group is stored."""
+    """Measures generation cost per training step. Writes a record when the step's last group is stored."""
 
     path: Path
     groups_per_step: int
     take_metrics: Callable[[], Mapping[str, float]]  # metrics of the `Sampler` and the rewards
     _: KW_ONLY
-    alone: bool = False  # there is no trainer, so these are the records of the run's steps
+    alone: bool = False  # there is no trainer, so these records are the run's step records
 
     def __post_init__(self) -> None:
         self._rewards: defaultdict[int, list[float]] = defaultdict(list)
@@ -35,16 +35,16 @@ class StepRecorder:
         self._started.setdefault(step, time.monotonic())
 
     def count_given_up(self) -> None:
-        """Count one group that took longer than the staleness bound allows."""
+        """Count a group that took longer than the staleness bound allows."""
         self._given_up += 1
 
     def count_dropped(self, step: int, group: RolloutGroup) -> None:
-        """Count one group that was sampled for the step and is not used for training."""
+        """Count a group that was sampled for the step and is not used for training."""
         self._dropped += 1
         self._count_tokens(step, group)
 
     def count_finished(self, step: int, group: RolloutGroup) -> None:
-        """Count one group of the step. Steps that an earlier orchestrator began are not timed."""
+        """Count a finished group of the step. Steps that an earlier orchestrator began are not timed."""
         self._finished[step] += 1
         self._count_tokens(step, group)
         self._rewards[step].extend(group.rewards[~group.reward_failed].tolist())

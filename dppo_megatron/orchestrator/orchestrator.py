@@ -1,6 +1,6 @@
 """Fill the bank with finished groups: sample and score a group for each prompt, and bound its staleness.
 
-As long as groups are missing, the loop does what is possible; group g belongs to step s, n is rollout.max_staleness.
+As long as groups are missing, the loop takes every possible act. Group g belongs to step s; n is rollout.max_staleness.
 
     act        waits for                                                unblocked by
     begin      a policy of version s - n, and a place among             the trainer's publish of s - n, a finished group
@@ -10,9 +10,9 @@ As long as groups are missing, the loop does what is possible; group g belongs t
     keep       -                                                        (dynamic sampling drops groups without signal)
     store      with n > 0: groups that a step needs earlier             the trainer waits for the stored group
 
-The bank is the only state: it determines which prompts are done, and how many groups the trainer can expect. An
-orchestrator that is killed and restarted loses at most the running groups, and its seeds make it sample these
-identically. With an environment it loses no finished turn, because it also reads the journals of turns.
+The bank is the only state: it determines which prompts are done, and how many groups the trainer can expect. A killed
+and restarted orchestrator loses at most the running groups, and equal seeds make it sample these identically. With an
+environment it loses no finished turn, because it also reads the turn journals.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 TOO_STALE = "too_stale"  # the reason in the bank
 MOST_WRITES = 4  # no group is begun while more writes are pending
 LONGEST_WRITE_S = 300.0
-LOOK_S = 0.02  # interval of checks for a newer policy, which permits further groups
+LOOK_S = 0.02  # interval of checks for a newer policy; it permits further groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +77,10 @@ class Orchestrator:
     Group number g belongs to training step s = g // prompts_per_step and is sampled by a policy of at least version s -
     rollout.max_staleness. With max_staleness 0, a step's batch is sampled by exactly the weights that the step updates.
     With a larger value, sampling continues while the trainer trains. If a group is not finished when the last step that
-    may train on it needs it, rollout.beyond_bound decides what happens.
+    may train on it needs it, rollout.beyond_bound decides whether this step waits, another prompt replaces the group,
+    or a later step trains on it.
     A prompt is begun only when a group is certainly still missing. So with staleness 0 a run uses exactly the first
-    prompts of the order, regardless of which group ends first and how often the orchestrator is restarted.
+    prompts in the order, regardless of finish order and restarts.
     Evaluations run during sampling, or with staleness 0 before it, so that one policy gives all answers.
     """
 
@@ -107,7 +108,7 @@ class Orchestrator:
         trajectory_failure = str if episodes is None else lambda: episodes.environments.frequent_failure
         self._filter = SignalFilter(rollout, lambda: self.rewards.last_failure, trajectory_failure)
         self._training_request = training_requests(self.config, self.stop_token_ids)
-        self._evaluations: set[asyncio.Task] = set()  # running ones
+        self._evaluations: set[asyncio.Task] = set()  # running evaluations
         self._writes: deque[Future] = deque()  # pending writes, in order
         self._scoring: set[int] = set()  # positions of running groups that only wait for their teacher
         self._bound = StalenessBound(rollout.prompts_per_step, rollout.max_staleness)
@@ -123,7 +124,7 @@ class Orchestrator:
         total_groups = self.prompts_in_all or self.config.train.steps * rollout.prompts_per_step
         positions = self._open_positions()
         running: dict[asyncio.Task, Running] = {}
-        finished: list[tuple[int, RolloutGroup]] = []  # (last step, group): they wait for slower ones
+        finished: list[tuple[int, RolloutGroup]] = []  # (last step, group), waiting for slower groups
         try:
             while (num_stored := self.bank.num_begun_groups) < total_groups:
                 num_begun = num_stored + len(running) + len(finished)
@@ -169,7 +170,7 @@ class Orchestrator:
         return (position for position in itertools.count() if position not in done)
 
     def _version(self) -> int:
-        """Return the version of the published policy; -1 before the first."""
+        """Return the published policy version; -1 before the first publish."""
         policy = self.published.current
         return -1 if policy is None else policy.version
 
@@ -179,7 +180,7 @@ class Orchestrator:
     def _oldest_version(self, prompt: Prompt, group: int) -> int:
         """Return the oldest policy version that group number `group` may contain.
 
-        Turns of an earlier process count, if they are not too old for the group.
+        Turns from an earlier process count, if they are not too old for the group.
         """
         current, journals = self._version(), self.journals
         if journals is None or (oldest := journals.oldest_version(prompt.position)) is None:
@@ -191,7 +192,7 @@ class Orchestrator:
         return min(oldest, current)
 
     def _store(self, finished: list[tuple[int, RolloutGroup]], running: dict[asyncio.Task, Running]) -> None:
-        """Move finished groups to the bank, the most urgent first, as long as the running ones are not too late."""
+        """Move finished groups to the bank, most urgent first, as long as no running group becomes too late."""
         finished.sort(key=lambda entry: entry[0])
         while finished:
             group = self.bank.num_begun_groups
@@ -283,7 +284,7 @@ class Orchestrator:
         return await self._score(RolloutGroup(prompt, rollouts, rewards, failed, self.config.rollout.temperature))
 
     async def _score(self, group: RolloutGroup) -> RolloutGroup:
-        """Return the group with its teacher's columns. Meanwhile another group may be sampled in its place."""
+        """Return the group with the teacher's columns. Meanwhile another group may be sampled."""
         position = group.prompt.position
         if self.teachers is not None:
             self._scoring.add(position)
@@ -335,6 +336,6 @@ class Orchestrator:
 
 
 def _identity(policy: PublishedPolicy) -> dict[str, object]:
-    """Return the trainer's scores, which distinguish policies of the same version, for example after a resume."""
+    """Identify a policy by version and trainer scores, or publish time: after a resume, versions may repeat."""
     digest = zlib.crc32(json.dumps(policy.probe_logprobs).encode()) if policy.probe_logprobs else policy.published_at
     return {"version": policy.version, "scored": digest}

@@ -1,4 +1,4 @@
-"""Measure how many answers to each prompt of a bank are right, and select prompts by that share."""
+"""Measure how many answers to each prompt in a bank are right, and select prompts by this share."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Measured:
 
 
 def measure(bank: Path, pass_reward: float = 1.0) -> str:
-    """Return a line about a bank: its prompts, its answers, and how many of these are right."""
+    """Return a line about a bank: how many prompts and graded answers it has, and how many answers are right."""
     tallies = _pass_rates(bank, pass_reward).values()
     graded, right = sum(t.graded for t in tallies), sum(t.right for t in tallies)
     always, never = sum(t.graded == t.right > 0 for t in tallies), sum(t.graded > 0 == t.right for t in tallies)
@@ -45,11 +45,10 @@ def measure(bank: Path, pass_reward: float = 1.0) -> str:
 
 
 def keep(bank: Path, out: Path, lowest: float, highest: float, pass_reward: float = 1.0) -> str:
-    """Write the rows of data.train with a share of right answers in [lowest, highest], and return counts of all.
+    """Write the data.train rows with a pass rate in [lowest, highest], and report how many rows were kept or left out.
 
     Rows keep their columns and get `pass_rate` and `pass_answers` (number of graded answers).
-    Reads the config of the run that filled the bank, next to the bank. Raises `PassRateError`, also if a row differs
-    from the sampled prompt.
+    Reads the run config next to the bank. Raises `PassRateError`, also if a row differs from the sampled prompt.
     """
     if not 0 <= lowest <= highest <= 1:
         raise PassRateError(f"--pass-rate {lowest:g}:{highest:g}: must be FROM:TO with 0 <= FROM <= TO <= 1")
@@ -95,7 +94,7 @@ def keep(bank: Path, out: Path, lowest: float, highest: float, pass_reward: floa
 
 
 def _prompts(config: Config) -> PromptFile:
-    """Read the prompts as they were sampled: a chat template shows them the environment's tools."""
+    """Read the prompts as they were sampled: a chat template adds the environment's tools."""
     tools: list[dict[str, Any]] = []
     if config.environment.name is not None:
         with EnvironmentPool(config.environment) as environments:
@@ -104,7 +103,7 @@ def _prompts(config: Config) -> PromptFile:
 
 
 def _pass_rates(bank: Path, pass_reward: float) -> dict[int, Measured]:
-    """Return the answers by row of the prompt file, from 0. If a prompt was sampled again, all its answers are used."""
+    """Count answers by prompt file row, from 0. If a prompt was sampled again, all answers count."""
     reader = BankReader(bank)
     tallies: dict[int, Measured] = {}
     for entry in reader.entries(0, reader.refresh()):

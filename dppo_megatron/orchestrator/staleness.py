@@ -1,4 +1,4 @@
-"""Apply `rollout.max_staleness`, which decides when a group may begin and when a finished group may be stored."""
+"""Apply `rollout.max_staleness`: it decides when a group may begin and when a finished group may be stored."""
 
 from __future__ import annotations
 

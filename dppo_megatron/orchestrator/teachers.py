@@ -1,10 +1,10 @@
-"""Ask teachers for the most likely tokens at every sampled token of a group, before the group is stored.
+"""Ask teachers for the most likely tokens at every sampled token in a group, before the group is stored.
 
 If the policy teaches itself, `Sampler` chooses an engine as for samples. All other teachers are stock servers.
 After a failure a request goes to the teacher's next server, for at most `distillation.unavailable_timeout_s`. A reply
-that is not a distribution over its tokens is requested again, as often as `INVALID` allows. A rejected request or a
-different tokenizer ends the run.
-A prompt whose group is not scored is not in the bank, so a resumed run samples it again.
+without valid distributions is requested again, as often as `INVALID` allows. A rejected request or a different
+tokenizer ends the run.
+Groups that are not scored are not in the bank, so a resumed run samples their prompts again.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ log = logging.getLogger(__name__)
 
 INVALID = RetryBudget(attempts=8, first_pause_s=0.1)  # for replies that are not distributions
 MOST_REQUESTS = 32  # limit of concurrent requests to a teacher
-WARN_EVERY_S = 30.0  # a teacher that restarts fails thousands of requests; one warning has their number
+WARN_EVERY_S = 30.0  # a restarting teacher fails thousands of requests; a warning counts them
 TIMEOUT_REMEDY = " (distillation.request_timeout_s)"
 PROBE = "Żółw 12+34 = 46; naïve 東京 def f(x):\n\treturn x ** 2  # 😀"
-Scores = dict[str, np.ndarray]  # columns of the tokens of a sequence after the first, named as those of an engine
+Scores = dict[str, np.ndarray]  # columns for all sequence tokens after the first, named like engine columns
 
 
 def teacher_prompt(
@@ -66,7 +66,7 @@ def teacher_prompt(
 class Teachers:
     """Adds the teacher's columns to groups of samples; `close` ends the connections.
 
-    `sampler` scores where the policy teaches itself.
+    `sampler` scores if the policy teaches itself.
     """
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int, sampler: Sampler):
@@ -85,7 +85,7 @@ class Teachers:
         await asyncio.gather(*(calls.close() for calls in self._calls.values()))
 
     async def add(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
-        """Return the samples of a group with teacher_logprob, teacher_ids and teacher_topk_logprob.
+        """Return a group's samples with teacher_logprob, teacher_ids and teacher_topk_logprob.
 
         Equal samples are scored once. Raises `EngineError` naming the teacher if it does not score them.
         """
@@ -101,7 +101,7 @@ class Teachers:
         return tuple(self._with_columns(name, r, scores.get(r.token_ids.tobytes(), empty_scores)) for r in rollouts)
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the means over the tokens that each teacher scored since the last call, and the repeated requests."""
+        """Return means over the tokens that each teacher scored since the last call, and how many requests repeated."""
         sums, metrics = self._sums, {"teacher/retried_requests": self._sums["retried"]}
         for name in self._settings.teachers:
             if tokens := sums[f"{name}/tokens"]:
@@ -112,7 +112,7 @@ class Teachers:
         return metrics
 
     async def _ask(self, name: str, prompt: Prompt, tokens: list[int]) -> Scores:
-        """Return the scores of a sequence from the first server that answers."""
+        """Return the scores for a sequence from the first server that answers."""
         setting, turn = f"distillation.teachers.{name}", itertools.count(prompt.position)
 
         def repeated(error: Exception) -> None:
@@ -189,7 +189,7 @@ class Teachers:
         last = len(scores["topk_ids"]) - len(rollout.token_ids)
         rows = slice(last, None) if rollout.sampled is None else last + np.flatnonzero(rollout.sampled)
         logprob, ids, topk = (scores[key][rows] for key in ("rollout_logprob", "topk_ids", "rollout_topk_logprob"))
-        valid_mask = ids < self._vocab_size  # others are those of a padded embedding
+        valid_mask = ids < self._vocab_size  # other ids belong to a padded embedding
         if (counts := rollout.sampling_mask_counts) is not None:  # tokens outside the mask belong to the rest
             first = np.arange(len(ids)) * self._vocab_size
             valid_mask &= np.isin(first[:, None] + ids, np.repeat(first, counts) + rollout.sampling_mask_ids)

@@ -1,7 +1,7 @@
-"""Store groups between their last token and the bank: in memory up to a limit, beyond it in a file.
+"""Store sampled groups until the bank has them: in memory up to a limit, beyond it in files.
 
-Groups wait for their rewards, for slower groups that must be stored before them, and for the disk. If response lengths
-differ much, most groups of a step may wait, which is too much for a process's memory.
+Groups wait for rewards, for slower groups that must be stored first, and for the disk. If response lengths differ
+much, most groups of a step may wait, too many for the process memory.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _ALIGNMENT = 64
 
 
 class WaitingGroups:
-    """Charges the bytes of waiting groups to `budget`; groups beyond half of its limit are spilled to `directory`.
+    """Charges the bytes of waiting groups to `budget`; groups beyond half of the limit are spilled to `directory`.
 
-    At least half of the limit thus remains for arriving replies. A file has no name and is deleted with its group.
+    At least half of the limit thus remains for arriving replies. Files have no name and are deleted with the group.
     """
 
     def __init__(self, budget: ByteBudget, directory: Path):
@@ -37,7 +37,7 @@ class WaitingGroups:
         self._sizes: dict[int, int] = {}  # bytes by prompt position
 
     async def keep(self, position: int, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
-        """Return the samples of one group, in memory or in a file; `release` them afterwards."""
+        """Return a group's samples, in memory or in a file; `release` them afterwards."""
         size = sum(array.nbytes for rollout in rollouts for _, array in _arrays(rollout))
         fits = self._budget.charged + size <= self._budget.limit // 2
         self._sizes[position] = size
@@ -58,13 +58,13 @@ class WaitingGroups:
 
 
 def spill(rollouts: Sequence[Rollout], directory: Path) -> tuple[Rollout, ...]:
-    """Return equal samples with arrays mapped from an unnamed file in `directory`; at least one must have a byte.
+    """Return equal samples with arrays mapped from an unnamed file in `directory`; not all arrays may be empty.
 
     Raises OSError.
     """
     with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
         layouts = [{name: (_write(file, array), array) for name, array in _arrays(r)} for r in rollouts]
-        # Unlike a map of the standard library, it keeps no descriptor open: there may be thousands of groups.
+        # Unlike the standard library's mmap, it keeps no descriptor open: there may be thousands of groups.
         mapped = torch.from_file(f"/proc/self/fd/{file.fileno()}", size=file.tell(), dtype=torch.uint8).numpy()
         mapped.flags.writeable = False
     mapped_rollouts = []

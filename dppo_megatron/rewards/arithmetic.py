@@ -11,7 +11,7 @@ _INTEGER = re.compile(r"-?[0-9]+")
 
 
 class Arithmetic:
-    """Returns 1.0 if the response, without surrounding space, is the integer of the answer column as written, else 0.0.
+    """Returns 1.0 if the response, without surrounding space, is the integer in the answer column as written, else 0.0.
 
     Raises `ValueError` when the answer column is not an integer.
     """

@@ -1,4 +1,4 @@
-"""Adapt unmodified reward functions of other trainers, recognised by their parameters."""
+"""Adapt unmodified reward functions of other trainers, recognized by their parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .interface import NOT_APPLICABLE, Reward
 _VERL = {"data_source", "solution_str", "ground_truth", "extra_info"}
 _TRL = {"completions"}
 _ABSENT = {"completion_ids", "completions_ids", "trainer_state", "environments"}  # TRL also passes these
-# First parameters with these names, or words of names, would not mean the prompt; second ones not the response.
+# Names, or words in names, with which a first parameter cannot mean the prompt, or a second the response.
 _LISTS = {"data_sources", "ground_truths", "prompts", "responses", "solution_strs"}  # of several samples
 _MISPLACED = (_LISTS | {"args", "text"}, _LISTS | {"answer", "prompt", "question", "row", "solution"})
 _RIGHT = {"correct", "expected", "gold", "gt", "label", "reference", "target", "true", "truth"}
@@ -27,14 +27,16 @@ class RewardError(ExpectedError, ValueError):
 
 
 def adapt(function: Callable[..., Any], name: str) -> Reward:
-    """Return `function` itself, or an adapter for the convention of verl or TRL.
+    """Return `function`, or an adapter if `function` follows the verl or TRL convention.
 
-    verl: `compute_score(data_source, solution_str, ground_truth, extra_info)`, or with some of these parameters. It
-    returns a number, a dict with `score`, or a sequence that begins with the number. TRL:
-    `f(prompts, completions, **columns)` returns a list of numbers, None for a sample to which it does not apply; it is
-    called with one sample. Either may be async. Arguments that a partial or `reward.settings` bind keep their values.
-    Other functions are called with prompt and response. Raises `RewardError` if parameter names have another meaning,
-    or name values that are not passed.
+    verl: `compute_score(data_source, solution_str, ground_truth, extra_info)`, or some of these parameters. It returns
+    a number, a dict with `score`, or a sequence that begins with the number.
+    TRL: `f(prompts, completions, **columns)` is called with one sample. It returns a list of numbers, with None for a
+    sample that it does not score.
+
+    Either may be async. Arguments that a partial or `reward.settings` bind keep their values. Other functions are
+    called with prompt and response. Raises `RewardError` if parameter names have another meaning, or name values that
+    are not passed.
     """
     try:
         parameters = inspect.signature(function).parameters

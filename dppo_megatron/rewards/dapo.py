@@ -1,4 +1,4 @@
-"""Score with DAPO's verifier (arXiv 2503.14476): compare the `Answer:` line as text after Minerva's normalisation."""
+"""Score with DAPO's verifier (arXiv 2503.14476): compare the `Answer:` line as text after Minerva's normalization."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from dppo_megatron.types import Prompt
 
-_READ = 300  # last characters of a response that are searched
+_READ = 300  # characters searched at the response end
 _ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 # These are removed from an answer, in this order: Minerva (arXiv 2206.14858), appendix D.1.
 _UNITS = (
@@ -25,9 +25,9 @@ _UNWRAPPED = tuple(re.compile(rf"(\\{name}\{{)({inside})(\}})") for name, inside
 
 
 class Dapo:
-    """Returns 1.0 when the last `Answer:` line within the last 300 characters is the answer column, else `wrong`.
+    """Returns 1.0 if the last `Answer:` line within the last 300 characters equals the answer column, else `wrong`.
 
-    Both are normalised as in DAPO's own verifier: the part after the last `=`, without units, `$` and blanks. They are
+    Both are normalized as in DAPO's verifier: the part after the last `=`, without units, `$` and blanks. They are
     compared as text, so 1/2 is not 0.5. DAPO trains with `wrong` = -1; with the default 0 the mean reward is an
     accuracy.
     """
@@ -49,7 +49,7 @@ class Dapo:
 
 
 def normal_form(answer: str) -> str:
-    """Return the normalised text of an answer: `x = 1,000 dollars` gives `1000`."""
+    """Return the normalized answer text: `x = 1,000 dollars` gives `1000`."""
     answer = answer.rpartition("=")[2]
     for old, new in _REPLACED:
         answer = answer.replace(old, new)

@@ -1,4 +1,4 @@
-"""Find the answer in a response. Every function takes time linear in the text, for any text."""
+"""Find the answer in a response. Every function takes linear time for any text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MARKDOWN = " \t\r*_`"
 
 def boxes(text: str, longest: int) -> Iterator[tuple[int, str]]:
     """Yield (index, content) of every \\boxed{...} that closes within `longest` characters, ordered by their ends."""
-    open_braces: list[tuple[int, int] | None] = []  # a box has its start and the start of its content
+    open_braces: list[tuple[int, int] | None] = []  # for a box: (box start, content start)
     for match in _BOX_OR_BRACE.finditer(text):
         token = match[0]
         if token == "{":
@@ -45,7 +45,7 @@ def last_answer(text: str, longest: int) -> str | None:
 
 
 def depth(text: str) -> int:
-    """Return the levels of braces, brackets and parentheses in the text, closed or not."""
+    """Return how deeply braces, brackets and parentheses nest in the text, closed or not."""
     deepest = level = 0
     for character in text:
         if character in "{[(":

@@ -17,7 +17,7 @@ _DEEPEST = 5  # levels of braces; each level multiplies the parser's time
 # Digits with all thousands separators or none: 5,5 is not a number.
 _DIGITS = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 # A number is rejected if an expression follows (72/2 is not 72) or if it numbers a heading (`#### 2. Solve`). Blanks
-# match in only one way, because several ways would take cubic time over many blanks.
+# match in a single way, because several ways would take cubic time over many blanks.
 _MARKED = re.compile(
     rf"####\s*(?P<number>(?:[-+]\s*)?(?:\\?\$\s*)?[-+]?{_DIGITS})"
     r"(?![.,]?[0-9]|[eE][0-9]|\s*[-+*/^=]\s*[0-9$(\\]|[.):][^\S\n]*[^\s*$])"
@@ -57,11 +57,11 @@ def _equal(gold: Decimal, answer: str) -> bool:
 
 
 class Gsm8k:
-    """Returns 1.0 when the response's final number equals that of the answer column, else 0.0.
+    """Returns 1.0 if the response's final number equals the number in the answer column, else 0.0.
 
-    The final number is a number after `####`, or the content of `\\boxed{}`; of several, the last in the
-    text counts. A number anywhere else scores 0. Thousands separators, `$` and `%` are ignored on both sides.
-    The answer column ends in `#### number`, as in GSM8K, or is only a number; raises `ValueError` otherwise.
+    The final number is a number after `####`, or the content of `\\boxed{}`; the last of several counts. A number
+    anywhere else scores 0. Thousands separators, `$` and `%` are ignored on both sides. The answer column ends in
+    `#### number`, as in GSM8K, or is only a number; raises `ValueError` otherwise.
     """
 
     final_answer = staticmethod(final_answer)

@@ -10,17 +10,21 @@ from dppo_megatron.types import Prompt
 
 @runtime_checkable
 class Reward(Protocol):
-    """Scores one response.
+    """Scores a response.
 
     `prompt.answer` is the answer column and `prompt.columns` the whole source row. `response_text` is the text after
     the prompt without special tokens. Returns a finite number, or `NOT_APPLICABLE`. If it raises, returns a non-finite
     value, or exceeds `reward.timeout_s`, the sample fails and carries no loss. It may be async.
 
-    It runs in worker processes, so it should depend only on its arguments. A callable with the attribute
-    `trusted = True` promises to return within microseconds; it runs in the calling process, without a timeout. A method
-    `check_answer(answer)` raises ValueError for answers with which it cannot compare. These are reported by line before
-    a run begins. A method `final_answer(response_text)` returns the answer in the response as text, or None. It is the
-    response's vote in an evaluation's maj@n.
+    It runs in worker processes, so it should depend only on the arguments. A callable with the attribute
+    `trusted = True` promises to return within microseconds; it runs in the calling process, without a timeout.
+
+    Optional methods:
+
+    - `check_answer(answer)` raises ValueError for answers that the reward cannot compare with. Such answers are
+      reported by line before a run begins.
+    - `final_answer(response_text)` returns the answer in the response as text, or None. Evaluations count it as a vote
+      in maj@n.
     """
 
     def __call__(self, prompt: Prompt, response_text: str) -> Any: ...

@@ -1,4 +1,4 @@
-"""Compare mathematical answers by math-verify: numbers, expressions, intervals, sets, tuples, matrices."""
+"""Compare mathematical answers with math-verify: numbers, expressions, intervals, sets, tuples, matrices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .notation import latin, scientific, standard
 # math-verify would warn that its timeouts are off: its signals work only in a main thread. The pool has timeouts.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-LONGEST = 512  # characters of an answer; the longest one in MATH has 159
+LONGEST = 512  # characters of an answer; the longest in MATH has 159
 PLACES = 6  # decimal places that are compared
 DEEPEST = 10  # levels of braces; each level multiplies the parser's time
 _WRAPPERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"))
@@ -39,11 +39,11 @@ _BY_MATH_VERIFY = (LatexExtractionConfig(boxed_match_priority=0), ExprExtraction
 
 
 class Math:
-    """Returns 1.0 when the last `\\boxed{}` or `Answer:` line of the response equals the answer column, else 0.0.
+    """Returns 1.0 if the last `\\boxed{}` or `Answer:` line in the response equals the answer column, else 0.0.
 
     math-verify compares them: LaTeX or plain, fractions, roots, intervals, sets in any order, tuples, matrices,
-    equations by their value, units left out, `28\\%` also as 28; decimals to six places, and to six significant digits
-    below 0.001. `dy/dx`, `y'` and congruences are not numbers. Words are compared as text.
+    equations by value, units left out, `28\\%` also as 28; decimals to six places, and to six significant digits below
+    0.001. `dy/dx`, `y'` and congruences are not numbers. Words are compared as text.
     An answer longer than 512 characters or deeper than 10 braces is wrong. An answer with long algebra exceeds
     reward.timeout_s and fails.
     """
@@ -86,7 +86,7 @@ def equal(gold: str, answer: str) -> bool:
 
 
 def _same_value(gold: str, answer: str) -> bool:
-    """Return whether math-verify equates two answers, also at the precision of their smallest number."""
+    """Return whether math-verify equates two answers, also at the precision that their smallest number needs."""
     first, second = list(_parsed(gold)), list(_parsed(answer))
     if not (first and second and verify(first, second, timeout_seconds=None)):
         return False
@@ -95,7 +95,7 @@ def _same_value(gold: str, answer: str) -> bool:
 
 
 def _places(value: Any) -> int:
-    """Return the decimal places for six significant digits of every number of a parsed answer; at least `PLACES`."""
+    """Return the decimal places that give each number in a parsed answer six significant digits; at least `PLACES`."""
     if not getattr(value, "is_number", False):
         parts = value.flat() if isinstance(value, MatrixBase) else getattr(value, "args", ())
         return max(map(_places, parts), default=PLACES)
@@ -104,7 +104,7 @@ def _places(value: Any) -> int:
 
 
 def plain(answer: str) -> str:
-    """Return an answer without its surroundings: dollar signs, a box, a final period, Markdown."""
+    """Return an answer without surrounding dollar signs, a box, a final period or Markdown, in standard notation."""
     answer = latin(answer).replace("\\$", "").strip()
     for _ in range(4):  # the surroundings may be nested in any order
         previous = answer
@@ -131,7 +131,7 @@ def _one_spelling(answer: str) -> str:
 
 
 def _word(answer: str) -> str | None:
-    """Return an answer of words in lower case, else None: math-verify reads bare words as products of letters."""
+    """Return an answer that is words in lower case, else None: math-verify reads bare words as products of letters."""
     match = _WORDS.fullmatch(answer)
     if match is None or (match[2] and _FUNCTIONS.search(answer)):
         return None
@@ -147,7 +147,7 @@ def _letters(answer: str) -> str | None:
 
 @functools.lru_cache(maxsize=4096)
 def _parsed(answer: str) -> tuple[Any, ...]:
-    """Return math-verify's parse of an answer; an empty tuple if the answer is empty, too long or too deep."""
+    """Parse an answer with math-verify; return an empty tuple if the answer is empty, too long or too deep."""
     if not answer or len(answer) > LONGEST or depth(answer) > DEEPEST:
         return ()
     if _word(answer):

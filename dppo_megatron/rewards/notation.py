@@ -1,4 +1,4 @@
-"""Rewrite characters and notations of an answer as LaTeX that math-verify reads."""
+"""Rewrite an answer's characters and notations as LaTeX that math-verify reads."""
 
 from __future__ import annotations
 

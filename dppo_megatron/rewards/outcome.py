@@ -1,4 +1,4 @@
-"""Represent the outcome of one sample, which is a number or the reason why the sample has no number."""
+"""Represent a sample's outcome: a number, or the reason why the sample has no number."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LONGEST_ANSWER = 200  # characters that distinguish final answers
 UNFIT = "; a reward takes (prompt, response_text) and returns a number"
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 _NOT_THE_USERS = ("<", _PACKAGE, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
-_unawaited: list[str] = []  # Python's warnings of dropped coroutines, during the last attempt
+_unawaited: list[str] = []  # Python's warnings about dropped coroutines during the last attempt
 _runner = asyncio.Runner()
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -44,11 +44,11 @@ Outcome = float | Failure | None  # None: not applicable
 
 
 def attempt(reward: Reward, prompt: Prompt, text: str) -> Outcome:
-    """Return the reward as a number in the range of fp32. User code may raise any error, which fails only this sample.
+    """Call the reward; return a number in the fp32 range, None or a failure. Any error fails only this sample.
 
-    The coroutine of an async reward is run to its end. A plain function that drops a coroutine may have tested its
-    truth value, so the sample fails. BaseException is caught, because math-verify's own time-out, sys.exit and
-    asyncio's CancelledError are not Exceptions. No task is cancelled and no signal raises here.
+    An async reward's coroutine is run to the end. A plain function that drops a coroutine may have tested its truth
+    value, so the sample fails. BaseException is caught, because math-verify's timeout, sys.exit and asyncio's
+    CancelledError are not Exceptions. No task is cancelled and no signal raises here.
     """
     _unawaited.clear()
     try:
@@ -76,7 +76,7 @@ def refuse_unawaited() -> None:
 
 
 def as_outcome(returned: Any) -> float | Failure:
-    """Return the value of a reward as a number, from int, float, bool, a NumPy scalar or a tensor of one element.
+    """Convert a reward value to a number, from int, float, bool, a NumPy scalar or a tensor with one element.
 
     Raises TypeError for text and None, and any error that the conversion of another class raises.
     """
@@ -110,9 +110,9 @@ def final_answer(reward: Any, text: str) -> str | None:
 
 
 def awaited(value: Any) -> Any:
-    """Return the value or, for an awaitable, its result, computed in the one event loop of this process.
+    """Return the value or, for an awaitable, the result; every awaitable runs in a single event loop of this process.
 
-    So samples may share a client, a lock or a connection, which belong to the loop in which they were first used.
+    Samples may thus share a client, a lock or a connection, which belong to the loop that first used them.
     """
 
     async def finish() -> Any:
@@ -122,7 +122,7 @@ def awaited(value: Any) -> Any:
 
 
 def describe(error: BaseException) -> str:
-    """Return type and text of an error as valid UTF-8, even if its conversion to text fails."""
+    """Return an error's type and text as valid UTF-8, even if the conversion to text fails."""
     text = type(error).__name__
     with contextlib.suppress(BaseException):
         text = f"{text}: {error}"

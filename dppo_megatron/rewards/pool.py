@@ -21,21 +21,20 @@ from .workers import WorkerPool
 if TYPE_CHECKING:
     from dppo_megatron.config.schema import RewardConfig
 
-_ANSWERS = 64  # answers that a worker checks in one request
-_TEXTS = 32  # final answers in one reply of a worker
-_ANSWERS_S = 60.0  # limit for one request; after it, each answer is checked separately within reward.timeout_s
+_ANSWERS = 64  # answers that a worker checks per request
+_TEXTS = 32  # final answers per worker reply
+_ANSWERS_S = 60.0  # limit for a request; then each answer is checked separately within reward.timeout_s
 
 
 class RewardPool:
     """Scores responses with the rewards that `config` names, `config.workers` at a time.
 
     A sample scores 0 and is marked failed if its verifier raises, returns a value that is not a finite number, exceeds
-    `config.timeout_s`, or breaks its process. Processes that hang, die or write to the channel of the results are
-    replaced. Rewards with `trusted = True` are called directly, without process or timeout. Remote rewards are awaited
-    here.
+    `config.timeout_s`, or breaks the process. Processes that hang, die or write to the result channel are replaced.
+    Rewards with `trusted = True` are called directly, without process or timeout. Remote rewards are awaited here.
 
     With several terms, a sample's reward is the weighted sum over the terms for the row's data source. The sample fails
-    when one of these terms fails or no term applies. Example: weights 1 and 0.5 with outcomes 1 and -1 give 0.5.
+    if any of these terms fails or no term applies. Example: weights 1 and 0.5 with outcomes 1 and -1 give 0.5.
 
     The constructor raises `RewardError` for a reward that does not exist. Close the pool, or use it as a context
     manager.
@@ -53,7 +52,7 @@ class RewardPool:
     async def score(
         self, prompt: Prompt, texts: Sequence[str], *, recorded: bool = True
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return rewards [n] fp32 and failed [n] bool of n responses to one prompt; a reward's errors are not raised.
+        """Return (rewards [n] fp32, failed [n] bool) for n responses to a prompt; reward errors are not raised.
 
         `recorded` states whether `take_metrics` includes these responses.
         """
@@ -69,7 +68,7 @@ class RewardPool:
         return rewards, failed
 
     async def final_answers(self, prompt: Prompt, texts: Sequence[str]) -> list[str | None] | None:
-        """Return the answer in each text by the row's first term with `final_answer`, or None without such a term."""
+        """Return the answers that the row's first term with `final_answer` finds, or None without such a term."""
         for term in self._applying(prompt.source):
             if not hasattr(self._rewards[term], "final_answer"):
                 continue
@@ -85,18 +84,18 @@ class RewardPool:
         return None
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the number of failures by reason since the last call and, with several terms, the mean of each."""
+        """Return how many samples failed since the last call, by reason, and with several terms the mean per term."""
         return self._tally.take_metrics()
 
     @property
     def last_failure(self) -> str:
-        """Return reason and text of the last reward that failed, or "" if no reward failed."""
+        """Return reason and text of the last failed reward, or "" if no reward failed."""
         return self._tally.last_failure
 
     def check_answers(self, rows: Sequence[tuple[str, str]]) -> list[str | None]:
-        """Return why no response could be scored for each row (data source, answer). None if one can be scored."""
+        """Return, for each row (data source, answer), why no response can be scored, or None if responses can be."""
         problems: dict[tuple[int, str], str | None] = {}
-        answers_by_term: dict[int, dict[str, None]] = {}  # term -> its answers, each once
+        answers_by_term: dict[int, dict[str, None]] = {}  # term -> distinct answers
         for source, answer in rows:
             for term in self._applying(source):
                 if hasattr(self._rewards[term], "check_answer"):
@@ -111,10 +110,10 @@ class RewardPool:
         return out
 
     def try_once(self, prompts: Sequence[Prompt]) -> list[tuple[str, Failure]]:
-        """Call each term of users' code twice. Return the names of failing terms with their first failures.
+        """Call each user-defined term twice; return (name, first failure) of each failing term.
 
-        A term runs in one worker, with the first prompt to which it applies and that prompt's answer as the response.
-        The second call meets what the first one left there, for example a client.
+        A term runs in a single worker. It gets the first prompt that it applies to, and the prompt's answer as the
+        response. The second call finds the state that the first call left, for example a client.
         """
         first_prompts = {term: p for p in reversed(prompts) for term in self._applying(p.source)}
         futures = {
@@ -203,7 +202,7 @@ class RewardPool:
         return as_outcome(total)
 
     def _read(self, term: int, answers: list[str]) -> list[tuple[str, str | None]]:
-        """Return (answer, why the term rejects it or None). A worker checks many at once, or singly after a failure."""
+        """Return (answer, why the term rejects it or None). Workers check batches; after a failure, single answers."""
         if self._trusted(term):
             return [(answer, problem_of(self._rewards[term], answer)) for answer in answers]
         batches = [answers[i : i + _ANSWERS] for i in range(0, len(answers), _ANSWERS)]
@@ -222,6 +221,6 @@ class RewardPool:
 
 
 def _failure_of_two(worker: RewardWorker, prompt: Prompt, term: int, timeout_s: float) -> Any:
-    """Return the first failure of two calls, or None."""
+    """Call a term twice; return the first failure, or None."""
     outcomes = (worker.score(prompt, prompt.answer, [term], timeout_s)[0] for _ in range(2))
     return next((outcome for outcome in outcomes if isinstance(outcome, Failure)), None)

@@ -30,19 +30,19 @@ BUILTIN = {
     "multiple_choice": "dppo_megatron.rewards.texts:MultipleChoice",
     "regex": "dppo_megatron.rewards.texts:Regex",
 }
-# The smallest and the largest reward; those of users' code are not known.
+# (smallest, largest) reward; unknown for user code.
 _RANGES = dict.fromkeys(BUILTIN, (0.0, 1.0)) | {"http": (-math.inf, math.inf), "dapo": (-math.inf, 1.0)}
 _ABSENT = object()
 _LINE = "Correct that line; its imports must be installed or on PYTHONPATH"
 
 
 def build_rewards(config: RewardConfig) -> list[Reward | GroupReward]:
-    """Return the rewards of the terms of `config`, in order. Raises `RewardError`."""
+    """Load the reward for each term in `config`, in order. Raises `RewardError`."""
     return [load_reward(term.name, term.settings) for term in config.all_terms]
 
 
 def reward_range(config: RewardConfig) -> tuple[float, float]:
-    """Return the smallest and the largest reward of a response to any row, infinite where they are not known."""
+    """Return (smallest, largest) possible reward over all rows; infinite where unknown."""
     sources = {None, *(source for term in config.all_terms for source in term.sources)}
     applying = [[t for t in config.all_terms if t.weight and source in (t.sources or sources)] for source in sources]
     ends = [[[t.weight * end for end in _RANGES.get(t.name, _RANGES["http"])] for t in terms] for terms in applying]
@@ -52,8 +52,8 @@ def reward_range(config: RewardConfig) -> tuple[float, float]:
 def load_reward(name: str, settings: Mapping[str, Any] | None = None) -> Reward | GroupReward:
     """Return a built-in reward, or the callable `package.module:attribute`. A class is instantiated.
 
-    `settings` are the arguments of the class, or additional arguments of every call of the function. Functions of
-    verl's and TRL's conventions are adapted. Modules are found on the Python path and in the working directory. Raises
+    `settings` are the class arguments, or additional arguments for every function call. Functions that follow the verl
+    or TRL convention are adapted. Modules are found on the Python path and in the working directory. Raises
     `RewardError`.
     """
     if name not in BUILTIN and ":" not in name:
@@ -81,7 +81,7 @@ def load_reward(name: str, settings: Mapping[str, Any] | None = None) -> Reward 
 
 
 def rejected_arguments(function: Callable[..., Any], *arguments: Any, **settings: Any) -> str:
-    """Return why a call with these arguments fails, "" if it does not. Only `settings` are partial arguments."""
+    """Return why a call with these arguments fails, or "". With only `settings`, other arguments may be missing."""
     try:
         signature = inspect.signature(function)
         (signature.bind if arguments else signature.bind_partial)(*arguments, **settings)
@@ -95,7 +95,7 @@ def rejected_arguments(function: Callable[..., Any], *arguments: Any, **settings
 def load_attribute(setting: str, path: str, error: type[ExpectedError], shown_as: str | None = None) -> Any:
     """Return the object named `package.module:attribute`, from the Python path or the working directory.
 
-    Raises `error`, which begins with `setting` and the nearest names that exist.
+    Raises `error` with a message that begins with `setting`, and with the nearest names that exist.
     """
     module_name, _, attribute = path.partition(":")
     assignment = f"{setting} = {shown_as or path}"
@@ -121,14 +121,14 @@ def load_attribute(setting: str, path: str, error: type[ExpectedError], shown_as
 def _foreign(
     problem: str, call: Callable[[], Any], remedy: str, error_type: type[ExpectedError], line_remedy: str = ""
 ) -> Any:
-    """Return the result of the user's code. Raise `error_type` for any error of that code, including sys.exit.
+    """Call user code and return the result. Raise `error_type` for any error there, including sys.exit.
 
-    `line_remedy` is the remedy if a line of the user's code raised.
+    `line_remedy` is the remedy if a line in user code raised.
     """
     try:
         return call()
     except BaseException as error:
-        # Only an Exception may be the cause, which a traceback prints for the author of the code.
+        # Only an Exception may be the cause; a traceback prints it for the author.
         cause = error if isinstance(error, Exception) else None
         location = place(error)
         if isinstance(error, ModuleNotFoundError) and not location:

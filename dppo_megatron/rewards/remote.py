@@ -1,4 +1,4 @@
-"""Query a reward model or a judge over HTTP. One request has all responses to a prompt, and it is retried."""
+"""Query a reward model or a judge over HTTP. A request has a batch of responses to a prompt, and is retried."""
 
 from __future__ import annotations
 
@@ -31,10 +31,13 @@ class RemoteReward:
     """Requests rewards: POSTs `{"prompt", "messages", "answer", "data_source", "responses": [...]}` to `url`.
 
     The reply must be `{"rewards": [number or null, ...]}`, with null for a response without a reward. Example for 2
-    responses: `{"rewards": [1.0, null]}`. `batch` is the number of responses in one request. A request that fails with
-    408, 425, 429 or 5xx, or gets no answer, is sent up to `attempts` times. reward.timeout_s limits all attempts
-    together. `token_env` is the environment variable with the bearer token. `columns` are columns of the row that are
-    sent too.
+    responses: `{"rewards": [1.0, null]}`.
+
+    batch: most responses in a request.
+    attempts: how many times a request is sent at most, if it fails with 408, 425, 429 or 5xx, or gets no answer.
+        reward.timeout_s limits all attempts together.
+    token_env: environment variable with the bearer token.
+    columns: row columns that are sent too.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Count the outcomes of samples, for the log and the metrics."""
+"""Count sample outcomes for the log and the metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOGGED_PER_REASON = 5  # logged failures; later failures are logged each time t
 
 
 class Tally:
-    """Counts the outcomes of samples. `names` are the names of the terms."""
+    """Counts sample outcomes. `names` are the term names."""
 
     def __init__(self, names: Sequence[str]):
         self._names = tuple(names)
@@ -26,7 +26,7 @@ class Tally:
         self._clear()
 
     def add(self, prompt: Prompt, parts: Mapping[int, Outcome], total: float | Failure, recorded: bool) -> None:
-        """Add one sample: the outcome of each term, by the term's number, and the reward."""
+        """Add a sample: the outcome of each term, by term number, and the reward."""
         self._scored += 1
         if isinstance(total, Failure):
             self._fail(prompt, total)

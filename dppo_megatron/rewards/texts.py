@@ -1,4 +1,4 @@
-"""Compare answers as text: exactly, by a user's pattern, or the letter of a choice."""
+"""Compare answers as text: exactly, by a user's pattern, or by a choice letter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LONGEST = 512  # characters of an answer
 
 
 class ExactMatch:
-    """Returns 1.0 when the response, without surrounding space, is the answer column, else 0.0."""
+    """Returns 1.0 if the response, without surrounding space, equals the answer column, else 0.0."""
 
     def __init__(self, ignore_case: bool = False):
         self._ignore_case = ignore_case
@@ -28,7 +28,7 @@ class ExactMatch:
 
 
 class Regex(ExactMatch):
-    """Returns 1.0 when the last match of `pattern` in the response is the answer column, else 0.0.
+    """Returns 1.0 if the last match of `pattern` in the response equals the answer column, else 0.0.
 
     If the pattern has a group, the group is compared, without surrounding space.
     """
@@ -48,10 +48,10 @@ class Regex(ExactMatch):
 
 
 class MultipleChoice:
-    """Returns 1.0 if the last `\\boxed{}` or `Answer:` line of the response names the answer column's choice, else 0.0.
+    """Returns 1.0 if the last `\\boxed{}` or `Answer:` line in the response names the answer column's choice, else 0.0.
 
-    A choice is its letter: `B`, `(B)`, `B.`, `B) because`, `\\text{B}`, in either case. `choices`: the
-    valid letters. The answer column may have the letter in the same forms.
+    A letter names a choice: `B`, `(B)`, `B.`, `B) because`, `\\text{B}`, in upper or lower case. The answer column may
+    use these forms, too. `choices`: the valid letters.
     """
 
     def __init__(self, choices: str = "ABCDEFGHIJ"):

@@ -29,7 +29,7 @@ class RewardWorker(Worker):
         super().__init__(__name__, {"terms": tuple(terms)}, "verifier", sharing=sharing)
 
     def score(self, prompt: Prompt, text: str, terms: Sequence[int], timeout_s: float) -> list[Outcome]:
-        """Return the outcome of each given term for one response, all within `timeout_s`. Raises `WorkerError`."""
+        """Return the outcome of each given term for a response, all within `timeout_s`. Raises `WorkerError`."""
         parts = self.ask(
             ("score", prompt, text, tuple(terms)), timeout_s, "(reward.timeout_s) for the reward", list[_Part]
         )
@@ -47,7 +47,7 @@ class RewardWorker(Worker):
 
 
 def load(hello: dict[str, Any]) -> tuple[str | None, Answer]:
-    """Load the rewards in the worker's process."""
+    """Load the rewards in the worker process."""
     rewards, problem = [], None
     home = os.open(".", os.O_RDONLY)
     try:
@@ -59,7 +59,7 @@ def load(hello: dict[str, Any]) -> tuple[str | None, Answer]:
 
 
 def _answer(rewards: Sequence[Any], problem: str | None, home: int, request: bytes) -> list[Any]:
-    """Return the parts of a reply. `problem` is why no rewards exist. `home` is the start directory's descriptor."""
+    """Answer a request. `problem` is why no rewards exist. `home` is the start directory's descriptor."""
     try:
         kind, *arguments = pickle.loads(request)
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""Run worker processes, which are replaced when user code breaks them. Only the responsible sample fails."""
+"""Run worker processes, and replace a process that user code breaks. Only the responsible sample fails."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def import_problem(config: RewardConfig) -> str | None:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Return the failure for an error of a request to a worker.
+    """Convert an error in a worker request to a failure.
 
-    Other errors than `WorkerError` come from pickling: it also runs foreign code, and some columns cannot be pickled.
+    Errors other than `WorkerError` come from pickling: it runs foreign code too, and some columns cannot be pickled.
     """
     if isinstance(error, WorkerError):
         return Failure("timeout" if isinstance(error, WorkerTimeout) else "died", str(error))
@@ -47,7 +47,7 @@ def failure_of(error: BaseException) -> Failure:
 
 
 class WorkerPool(Generic[AnyWorker]):
-    """Runs at most `count` processes, each with user code imported, started on the first request.
+    """Runs at most `count` processes that import user code. A process starts when a request finds no idle process.
 
     `start` starts a process. `subject` names the user code in messages.
     """
@@ -61,11 +61,11 @@ class WorkerPool(Generic[AnyWorker]):
         self._closed = False
 
     def submit(self, ask: Callable[..., Result], *arguments: Any) -> Future[Result | Failure]:
-        """Call `ask` with a worker and the arguments. The result is its value, or the reason why it has no value."""
+        """Call `ask` with a worker and the arguments. The result is the value that `ask` returns, or a failure."""
         return self._threads.submit(self._ask, lambda worker: ask(worker, *arguments))
 
     def in_thread(self, call: Callable[[], Result]) -> Future[Result]:
-        """Wait for one worker in a thread. The pool has as many threads as workers."""
+        """Run `call` in a thread, where it may wait for a worker. The pool has as many threads as workers."""
         return self._threads.submit(call)
 
     def lease(self) -> AnyWorker:
@@ -90,7 +90,7 @@ class WorkerPool(Generic[AnyWorker]):
     def _ask(self, ask: Callable[[AnyWorker], Result]) -> Result | Failure:
         """Send a request. If it terminates a worker that served earlier requests, repeat it in a new worker.
 
-        A request fails only if no earlier request can have damaged the worker.
+        A request thus fails only if it times out, or if no earlier request can have damaged the worker.
         """
         try:
             worker = self.lease()
@@ -106,7 +106,7 @@ class WorkerPool(Generic[AnyWorker]):
             return failure_of(error)
 
     def _keep(self, worker: AnyWorker, ask: Callable[[AnyWorker], Result]) -> Result:
-        """Send a request, and keep the worker for the next one unless it is unusable."""
+        """Send a request, and keep the worker for the next request unless it is unusable."""
         usable = True
         try:
             return ask(worker)

@@ -1,7 +1,7 @@
-"""Adapt environments of other packages: each module has a class for `environment.name` or an agent for
-`environment.agent`.
+"""Adapt environments from other packages.
 
-The packages are imported when an environment is created, in its own process.
+Each module has a class for `environment.name` or an agent for `environment.agent`. The packages are imported when an
+environment is created, in the environment's process.
 """
 
 from __future__ import annotations
@@ -10,5 +10,5 @@ from dppo_megatron.types import Prompt
 
 
 def seed_of(prompt: Prompt, seed: int) -> int:
-    """Return the row's column `seed`, with which a file can fix its tasks, else the group's seed."""
+    """Return the row's `seed` column, else the group's seed. A file can thus fix the tasks."""
     return int(prompt.columns.get("seed", seed))

@@ -15,7 +15,7 @@ from . import seed_of
 class Gym:
     """Wraps an environment created by `make(**arguments)`: `gymnasium:make`, `gem:make`, or a class.
 
-    An action is the text of a turn, or its number if the action space is `Discrete`.
+    An action is the turn text, read as a number if the action space is `Discrete`.
     """
 
     def __init__(self, make: str = "gymnasium:make", arguments: dict[str, Any] | None = None, render: bool = False):

@@ -1,4 +1,4 @@
-"""Adapt environments of an OpenEnv server, with openenv's own client."""
+"""Adapt environments on an OpenEnv server, with openenv's client."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from dppo_megatron.types import Prompt
 
 from . import seed_of
 
-_clients: dict[str, Any] = {}  # URL -> client of the consecutive trajectories of this process
+_clients: dict[str, Any] = {}  # URL -> client for consecutive trajectories in this process
 
 
 class OpenEnv:
-    """Opens a session of the server at `url`, which must allow one for each process (`environment.workers`)."""
+    """Opens a session on the server at `url`. The server must allow `environment.workers` sessions, one per process."""
 
     def __init__(self, url: str, action: str | None = None, observation: str | None = None):
         """Store the settings; `reset` connects.
 
-        action: the field of an action that a turn fills; None: a turn is a whole action, as JSON. observation: the
-        field of an observation that the policy reads; None: the whole observation, as JSON.
+        action: the action field that a turn fills. With None, a turn is a whole action, as JSON.
+        observation: the observation field that the policy reads. With None, it reads the whole observation, as JSON.
         """
         self._url, self._action, self._observation = url, action, observation
 

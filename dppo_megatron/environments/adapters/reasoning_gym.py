@@ -1,4 +1,4 @@
-"""Adapt tasks of reasoning-gym: one question, one answer, scored by the data set that generated the question."""
+"""Adapt reasoning-gym tasks: one question and one answer, scored by the dataset that generated the question."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from . import seed_of
 
 
 class ReasoningGym:
-    """Poses a task of `dataset` with the settings `config`: each group gets its own question after its row's prompt."""
+    """Poses questions from `dataset` with the settings `config`: a question per group, after the row's prompt."""
 
     def __init__(self, dataset: str, config: dict[str, Any] | None = None, tag: str | None = "answer"):
         """Check the settings. tag: the last <tag>...</tag> has the answer; None: the whole turn is the answer."""

@@ -18,8 +18,7 @@ from . import seed_of
 class FactoryEnvironment:
     """Wraps an environment created by `factory(**arguments)`.
 
-    `reset` gets the columns of the row. `get_reward`, if it exists, gives the reward; otherwise `reward:` of the config
-    does.
+    `reset` gets the row's columns. `get_reward`, if it exists, gives the reward; else `reward:` in the config does.
     """
 
     def __init__(self, factory: str, arguments: dict[str, Any] | None = None):
@@ -35,7 +34,7 @@ class FactoryEnvironment:
             self.reward = self._env.get_reward
 
     def reset(self, prompt: Prompt, seed: int) -> str | None:
-        # TRL passes no seed, so this gives the trajectories of a group one start.
+        # TRL passes no seed; this makes all trajectories of a group start equally.
         random.seed(seed_of(prompt, seed))
         np.random.seed(seed_of(prompt, seed) % 2**32)
         opening = self._env.reset(**prompt.columns)

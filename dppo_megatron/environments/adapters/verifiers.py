@@ -1,4 +1,4 @@
-"""Adapt tasksets of verifiers (v1) with their own environments: set `environment.agent` to `play`."""
+"""Adapt verifiers (v1) tasksets and their environments: set `environment.agent` to `play`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dppo_megatron.environments.interface import EnvironmentFailed
 async def play(
     url: str, api_key: str, task: dict[str, Any], *, env: dict[str, Any], path: str | None = None
 ) -> float | None:
-    """Play task number `idx` (a column of the row); return verifiers' reward, None if it has none.
+    """Play task number `idx` (a row column); return verifiers' reward, or None if verifiers gives no reward.
 
-    env: the table `[env]` of verifiers' configs, at least {"taskset": {"id": ...}}. Agents without their own settings
-    get the runtime `subprocess` and the harness next to this file. path: the directory of verifiers, only for this
-    process.
+    env: the table `[env]` in verifiers configs, at least {"taskset": {"id": ...}}. Agents get the runtime `subprocess`
+    and the harness next to this file, unless their settings or the taskset name others.
+    path: the verifiers directory, only for this process.
     """
     if path is not None and os.path.abspath(path) not in sys.path:
         sys.path.insert(0, os.path.abspath(path))

@@ -1,4 +1,4 @@
-"""Chat with a task's tools, like verifiers' harness `null`, but without a program that `uv` starts for each turn."""
+"""Chat with a task's tools, like verifiers' `null` harness, but without a program that `uv` starts for each turn."""
 
 import json
 from contextlib import AsyncExitStack
