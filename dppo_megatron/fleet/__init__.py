@@ -1,1 +1,1 @@
-"""Track all engines of a run: their registry, their health, and the policy version that each serves."""
+"""Track a run's engines: the registry, engine health, and the policy version that each engine serves."""

@@ -1,4 +1,4 @@
-"""Choose the engine that has the prefix of a request in its cache, as long as its load permits it."""
+"""Choose the engine that has a request's prefix in the cache, if the engine load permits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 from dppo_megatron.engines.protocol import GenerateRequest
 
 BOUND = 1.25  # no request is sent to an engine that would then have more than this multiple of the mean load
-MOST_NAMES = 1 << 16  # groups and conversations whose engine is known; the oldest are forgotten first
+MOST_NAMES = 1 << 16  # groups and conversations with a known engine; the oldest are forgotten first
 
 
 class LoadedEngine(Protocol):
@@ -22,21 +22,22 @@ EngineT = TypeVar("EngineT", bound=LoadedEngine)
 
 
 class PrefixRouter:
-    """Chooses an engine by `GenerateRequest.affinity`, the names of the requests that share a prefix, widest first.
+    """Chooses an engine by `GenerateRequest.affinity`, names that requests with a common prefix share, widest first.
 
-    A request goes to the engine that had the last request of its conversation, else of its group. Otherwise rendezvous
-    hashing gives each engine a rank for a group, so a death or a return moves only the groups of that engine. An engine
-    above `BOUND` is skipped. Requests without affinity go to the engine with the fewest running samples.
+    A request goes to the engine that got the last request in the conversation, else to the engine that first got the
+    group. Otherwise rendezvous hashing ranks all engines for the group, so the death or return of an engine moves only
+    that engine's groups. An engine above `BOUND` is skipped. Requests without affinity go to the engine with the fewest
+    running samples.
 
-    Example: with affinity ("group-5", "group-5.3") the turn goes to the engine of the last turn of conversation 3; its
-    first turn to the engine that has the prompt of group 5.
+    Example: a turn with affinity ("group-5", "group-5.3") goes to the engine that sampled the last turn in conversation
+    3. The first turn goes to the engine that has the group 5 prompt.
     """
 
     def __init__(self) -> None:
-        self._engines: OrderedDict[str, str] = OrderedDict()  # name in an affinity -> name of the engine
+        self._engines: OrderedDict[str, str] = OrderedDict()  # affinity name -> engine name
 
     def choose(self, request: GenerateRequest, engines: Sequence[EngineT]) -> EngineT:
-        """Return one of `engines`, which must not be empty, and remember it for the request's conversation."""
+        """Return an engine from `engines`, which must not be empty, and remember it for the conversation."""
         idlest = min(engines, key=lambda engine: engine.running)
         if not request.affinity:
             return idlest

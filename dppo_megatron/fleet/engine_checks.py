@@ -16,7 +16,7 @@ from dppo_megatron.engines.protocol import Engine, EngineError, EngineInfo, Engi
 from dppo_megatron.weights.fingerprint import Fingerprint, differing
 from dppo_megatron.weights.published import PublishedPolicy
 
-SHOWN = 8  # groups of weights named in an error
+SHOWN = 8  # weight groups named in an error
 
 Result = TypeVar("Result")
 
@@ -28,11 +28,11 @@ class OtherWeights(EngineError):
 async def check_health(engine: Engine, config: Config, timeout_s: float | None = None) -> EngineInfo:
     """Return the self-description of a healthy engine.
 
-    All callers use this check. Two callers count consecutive failures. `MonitoredEngine` decides whether an engine gets
-    requests. `while_healthy` cancels one call and, in `launch.engine`, terminates a frozen server.
+    All callers use this check. Two callers count consecutive failures: `MonitoredEngine` decides whether an engine gets
+    requests, and `while_healthy` cancels a call, after which `launch.engine` kills a frozen server.
     `LiveEngines.answering` and `slurm.status` check once.
-    Raises `EngineError` without an answer within `timeout_s` (default `engine.health_timeout_s`), and when an update of
-    its weights takes longer than `weight_sync.timeout_s`.
+    Raises `EngineError` if there is no answer within `timeout_s` (default `engine.health_timeout_s`), or if a weight
+    update takes longer than `weight_sync.timeout_s`.
     """
     timeout_s = config.engine.health_timeout_s if timeout_s is None else timeout_s
     try:
@@ -57,9 +57,8 @@ async def while_healthy(
 ) -> Result:
     """Return the result of `call`, but cancel it after `failures` consecutive failed health checks.
 
-    The default of `failures` is `engine.health_failures`. The engine is checked every `engine.health_interval_s`. A
-    frozen engine is therefore noticed in seconds instead of after the call's own time-out. Raises the last check's
-    `EngineError`.
+    `failures` defaults to `engine.health_failures`. The engine is checked every `engine.health_interval_s`. A frozen
+    engine is therefore noticed in seconds instead of at the call's time-out. Raises the last check's `EngineError`.
     """
     task = asyncio.ensure_future(call)
     failed = 0
@@ -82,10 +81,10 @@ async def while_healthy(
 
 @dataclass(frozen=True, slots=True)
 class ScoreDifference:
-    """Measures the difference between an engine's and the trainer's log-probs of the weight check's tokens, in nats.
+    """Measures how far engine and trainer log-probs differ on the weight check tokens, in nats.
 
-    The mean separates wrong weights from rounding. In 16 bits a single token may differ by several nats, if the router
-    of a mixture of experts chooses other experts; stale experts change the mean.
+    The mean separates wrong weights from rounding. In 16 bits, a single token may differ by several nats if a
+    mixture-of-experts router chooses other experts. Stale experts change the mean.
     """
 
     mean: float  # NaN if any score is NaN
@@ -93,7 +92,7 @@ class ScoreDifference:
 
     @classmethod
     def between(cls, scores: np.ndarray, expected: np.ndarray) -> ScoreDifference:
-        """Compare scores with the expected ones, both fp32 [P - 1]."""
+        """Compare scores with expected scores, both fp32 [P - 1]."""
         difference = np.abs(scores - expected)
         return cls(float(difference.mean()), float(difference.max()))
 
@@ -110,23 +109,23 @@ class ScoreDifference:
 
 @dataclass(frozen=True, slots=True)
 class Confirmation:
-    """Contains the measurements of one instance of one engine after it loaded weights, for `check_weights`."""
+    """Contains the measurements that `check_weights` needs, from an engine instance that has loaded weights."""
 
     url: str
     instance: str
-    version: int  # that it reports after the measurements
+    version: int  # reported after the measurements
     scores: np.ndarray  # [P - 1] fp32; empty if nothing was scored
     load_s: float
-    pause_s: float  # part of load_s in which it did not sample
-    fingerprint: Fingerprint | None  # fingerprint of its weights; None if not requested
+    pause_s: float  # part of load_s in which the engine did not sample
+    fingerprint: Fingerprint | None  # fingerprint of the weights; None if not requested
 
 
 async def load_and_measure(
     engine: Engine, instance: str, load: Callable[[Engine], Awaitable[float]], tokens: np.ndarray, *, fingerprint: bool
 ) -> Confirmation:
-    """Let `instance` of the engine `load` weights, score `tokens` if there are any, and compute its fingerprint.
+    """Call `load` on engine `instance`, score `tokens` if there are any, and compute the fingerprint if requested.
 
-    `load` returns the seconds for which the engine paused. Raises `EngineUnavailable` if the engine restarted.
+    `load` returns how many seconds the engine paused. Raises `EngineUnavailable` if the engine restarted.
     """
     started = time.perf_counter()
     pause_s = await load(engine)
@@ -140,10 +139,10 @@ async def load_and_measure(
 
 
 def check_weights(config: Config, confirmation: Confirmation, policy: PublishedPolicy) -> ScoreDifference:
-    """Return the difference of the scores of an engine that has the weights of `policy`. Raises `OtherWeights`.
+    """Check that an engine has the weights of `policy`; return the score difference. Raises `OtherWeights`.
 
-    The publisher and the pool decide only by this function, so the pool does not admit an engine that a publish
-    excluded. It compares fingerprints and scores, each if both sides have them.
+    Publisher and pool decide only by this function, so the pool does not admit an engine that a publish excluded.
+    Compares fingerprints and scores, if both sides have them.
     """
     has_fingerprints = confirmation.fingerprint is not None and policy.fingerprint is not None
     if has_fingerprints and (wrong := differing(policy.fingerprint or {}, confirmation.fingerprint or {})):

@@ -5,9 +5,9 @@
                          ▲ ◄───────────────another policy was published──────────┘ │ fails │
                          └──────────────answers again, after its quarantine─────── dead ◄──┘
 ```
-An engine serves only while its weights are verified as those of the published policy: `engine_checks.check_weights`
-passed them. Either the publisher confirmed this instance for that version, or the pool loaded and checked the weights.
-Broadcast weights cannot be loaded again; the pool then checks those of the instance that the publisher confirmed. The
+An engine serves only while `engine_checks.check_weights` has verified that it has the published weights. Either the
+publisher confirmed this instance for the published version, or the pool loaded and checked the weights. Broadcast
+weights cannot be loaded again, so the pool then checks the weights in the instance that the publisher confirmed. The
 version that an engine reports verifies nothing, and every death ends the verification.
 
 `weight_sync.publisher.Publisher` explains why an update may be lost when an engine dies.
@@ -24,51 +24,51 @@ from dppo_megatron.common.retry import doubling_delay_s
 
 class State(StrEnum):
     STARTING = "starting"  # has not answered at this address yet
-    STALE = "stale"  # answers, but its weights are not verified as the published ones
+    STALE = "stale"  # answers, but is not verified to have the published weights
     VERIFYING = "verifying"  # the published weights are being loaded and scored
     SERVING = "serving"
-    SUSPECT = "suspect"  # was serving and did not answer: gets no new requests, but continues its running ones
-    DEAD = "dead"  # its requests are abandoned
+    SUSPECT = "suspect"  # was serving and did not answer: gets no new requests, but continues running requests
+    DEAD = "dead"  # running requests are abandoned
 
 
 @dataclass(frozen=True, slots=True)
 class HealthRules:
     failures: int  # consecutive failed health checks, or failed requests, that make an engine dead
-    quarantine_s: float  # wait after failed requests or a failed verification; doubles with each consecutive one
+    quarantine_s: float  # wait after failed requests or a failed verification; doubles each time in a row
     longest_quarantine_s: float = 60.0
-    publish_s: float = 600.0  # limit of the duration of a publish
+    publish_s: float = 600.0  # longest duration of a publish
 
 
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
-    """Tracks the state of one engine. Each event is a method that returns the next state; `now` is in seconds."""
+    """Tracks the state of an engine. Each event is a method that returns the next state; `now` is in seconds."""
 
     rules: HealthRules
     state: State = State.STARTING
-    since: float = 0.0  # time of the last change of `state`
-    reason: str = ""  # reason of the last failure
+    since: float = 0.0  # when `state` last changed
+    reason: str = ""  # reason for the last failure
     instance: str | None = None  # instance that answered last
     version: int = -1  # version that this instance reported
     published: int | None = None  # version to serve
     confirmed: tuple[str, int] | None = None  # instance and version that the publisher verified
     verified: tuple[str, int] | None = None  # instance and version with which it was admitted
-    outdated: bool = False  # whether a policy was published since the verification that runs began
+    outdated: bool = False  # whether a policy was published since the running verification began
     failed_checks: int = 0  # consecutive failures
     failed_requests: int = 0  # consecutive failures
     quarantines: int = 0  # consecutive quarantines, without an answered request in between
     quarantined_until: float = 0.0
-    updating: bool = False  # whether it was updating at the last health check that it passed
+    updating: bool = False  # whether it was updating at the last passed health check
 
     @property
     def alive(self) -> bool:
-        """Return whether it can be expected to serve soon without a restart."""
+        """Return whether the engine can be expected to serve soon without a restart."""
         return self.state not in (State.STARTING, State.DEAD)
 
     def may_verify(self, now: float) -> bool:
-        """Return whether to load the published weights into it now.
+        """Return whether to load the published weights into the engine now.
 
-        False for an engine that is updating or ahead of the published version: the trainer is publishing the next
-        policy to it, and a load would undo that.
+        False if the engine is updating, or has been ahead of the published version for at most `publish_s`: the trainer
+        is publishing the next policy, and a load would undo that.
         """
         if self.state is not State.STALE or self.updating or self.published is None or now < self.quarantined_until:
             return False
@@ -83,24 +83,24 @@ class EngineHealth:
         return self._die(now, "it is no longer registered", until=now)
 
     def policy_published(self, now: float, version: int, confirmed: str | None = None) -> EngineHealth:
-        """Return the state after `version` was published; the publisher verified it in the instance `confirmed`.
+        """Return the state after `version` was published; the publisher verified it in instance `confirmed`.
 
-        A version may be published again, after an engine came back. Then every engine loaded the version again, so an
+        After an engine came back, a version may be published again. Then every engine loaded the version again, so an
         engine that is not confirmed this time may have other weights.
         """
         verified = None if confirmed is None else (confirmed, version)
         health = replace(self, published=version, confirmed=verified)
-        # Only the publisher loads a serving engine, so no other load can have followed the confirmed one.
+        # Only the publisher loads a serving engine, so no other load can have followed the confirmed load.
         if self.state is State.SERVING and confirmed == self.instance:
             return replace(health, verified=verified)
-        if self.state is State.VERIFYING:  # it continues, and may load the same version after the publisher did
+        if self.state is State.VERIFYING:  # continues, and may load this version after the publisher did
             return replace(health, outdated=True, confirmed=None if version == self.published else verified)
         # A suspect must answer first.
         state = State.STALE if self.state is State.SERVING else self.state
         return health._to(now, state, verified=None)
 
     def answered(self, now: float, instance: str, version: int) -> EngineHealth:
-        """Return the state after a passed health check of this instance, which reports this policy version.
+        """Return the state after `instance` passed a health check and reported policy `version`.
 
         With policy 7 published and confirmed in instance "a", a stale engine becomes:
 
@@ -116,7 +116,7 @@ class EngineHealth:
         health = replace(self, instance=instance, version=version, failed_checks=0, updating=False)
         if instance != self.instance:
             health = replace(health, verified=None)
-        if not instance and self.state in (State.STARTING, State.SUSPECT):  # a restart cannot be excluded without names
+        if not instance and self.state in (State.STARTING, State.SUSPECT):  # without names, a restart is possible
             health = replace(health, verified=None, confirmed=None)
         if self.state is State.DEAD:
             return health._to(now, State.STALE) if now >= self.quarantined_until else health
@@ -160,7 +160,7 @@ class EngineHealth:
         return self._to(now, State.VERIFYING, outdated=False) if self.may_verify(now) else self
 
     def verification_passed(self, now: float, instance: str, version: int) -> EngineHealth:
-        """Return the state after this instance, under `version`, passed the weight check."""
+        """Return the state after `instance` passed the weight check for `version`."""
         if self.state is not State.VERIFYING:
             return self
         if self.outdated or instance != self.instance or version != self.published:

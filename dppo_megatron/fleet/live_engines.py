@@ -23,10 +23,12 @@ Result = TypeVar("Result")
 
 
 class LiveEngines:
-    """Calls every answering engine, to give it weights. Use it inside one event loop.
+    """Calls every engine that answers, to load weights. Use it inside a single event loop.
 
-    `services` returns the registered engines by name, by default those of the run; `build` creates a client. A dead or
-    frozen engine is skipped without waiting: it does not serve until its weights are verified again.
+    A dead or frozen engine is skipped without waiting: it does not serve until the pool has verified it again.
+
+    services: returns the registered engines by name, by default the run's engines.
+    build: creates a client.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class LiveEngines:
         self._silent: set[Service] = set()  # engines that did not answer last time
 
     async def answering(self) -> tuple[dict[str, EngineInfo], dict[str, EngineError]]:
-        """Return the self-description of every answering engine, by URL, and the errors of the others, by name."""
+        """Return self-descriptions by URL for engines that answer, and errors by name for the others."""
         await self._follow_services()
         engine = self._config.engine
 
@@ -68,7 +70,7 @@ class LiveEngines:
     async def on(
         self, urls: Iterable[str], call: Callable[[Engine], Coroutine[Any, Any, Result]]
     ) -> dict[str, Result | EngineError]:
-        """Await `call` on each engine while it is healthy; return its result or the engine's error, by URL."""
+        """Await `call` on each engine while it is healthy; return results or engine errors, by URL."""
         by_url = {service.url: client for service, client in self._clients.items()}
 
         async def call_while_healthy(url: str) -> Result | EngineError:
@@ -87,9 +89,9 @@ class LiveEngines:
         load: Callable[[Engine], Awaitable[float]],
         tokens: np.ndarray,
     ) -> dict[str, Confirmation | EngineError]:
-        """Call `load_and_measure` for each of `engines`. Return its confirmation or its error, by URL.
+        """Call `load_and_measure` for each of `engines`; return confirmations or errors, by URL.
 
-        An engine that restarted, or loaded another version than `version` meanwhile, gives an error.
+        An engine that restarted, or meanwhile loaded a version other than `version`, gives an error.
         """
 
         async def confirm(client: Engine) -> Confirmation:

@@ -1,4 +1,4 @@
-"""Monitor one engine of the pool: its client, its health, the task that checks it, and its running requests."""
+"""Monitor an engine in the pool: client, health, monitoring task, and running requests."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ Values = ParamSpec("Values")
 
 log = logging.getLogger(__name__)
 
-RECHECK_S = 0.2  # interval in which a waiting request checks for a newly published policy
-_ROUTINE = {State.STALE, State.SERVING}  # changes between them happen at every publish
+RECHECK_S = 0.2  # interval at which a waiting request checks for a newly published policy
+_ROUTINE = {State.STALE, State.SERVING}  # every publish changes between these states
 _BAD = {State.SUSPECT, State.DEAD}
 
 
 class MonitoredEngine:
-    """Checks the engine every `engine.health_interval_s`, updates its `health`, and verifies its weights if needed."""
+    """Checks an engine every `engine.health_interval_s`, updates `health`, and verifies the weights if needed."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class MonitoredEngine:
         self._counts = counts
         self._on_change = on_change
         self._follow_policy = follow_policy  # calls `serve` if a policy was published
-        self._epoch = 0  # counts deaths, restarts and exclusions: an earlier request does not count for its health
+        self._epoch = 0  # counts deaths, restarts and exclusions; earlier requests do not count for `health`
         self._service = service
         self._registered = True
         self._client = build(config, service.url)
@@ -97,7 +97,7 @@ class MonitoredEngine:
         return True
 
     def withdraw(self) -> None:
-        """Mark the engine as no longer registered. Its answers do not count until it is registered again."""
+        """Mark the engine as no longer registered. Answers do not count until it is registered again."""
         self._registered = False
         if self.health.state is not State.DEAD:
             self.apply(EngineHealth.vanished)
@@ -105,8 +105,8 @@ class MonitoredEngine:
     async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
         """Call `Engine.generate`; success and failure count for the engine's health.
 
-        Raises `EngineUnavailable` as soon as the engine dies or a publish excludes it, and `EngineError` for tokens of
-        a policy that its weights were not verified for.
+        Raises `EngineUnavailable` as soon as the engine dies or a publish excludes it, and `EngineError` if tokens come
+        from a policy for which the engine was not verified.
         """
         epoch = self._epoch
         try:
@@ -114,7 +114,7 @@ class MonitoredEngine:
         except (EngineRefused, EngineIncompatible):
             raise  # the engine did not fail
         except EngineError as error:
-            # A slow engine may still work, which the health checks decide.
+            # A slow engine may still work. The health checks decide that.
             slow = isinstance(error, EngineTimeout) and not self.health.failed_checks
             if self._epoch == epoch and not slow:
                 self.apply(EngineHealth.request_failed, str(error))
@@ -149,7 +149,7 @@ class MonitoredEngine:
         return rollouts
 
     async def _verified_up_to(self, newest: int, gone: asyncio.Future[Literal[True]]) -> int:
-        """Return the latest policy that the engine is verified for. Wait while the trainer may be publishing `newest`.
+        """Return the latest policy that was verified in the engine. Wait while the trainer may be publishing `newest`.
 
         The engines load a policy before it is published, and a publish may exclude the engine.
         """
@@ -162,7 +162,7 @@ class MonitoredEngine:
             await asyncio.wait((gone,), timeout=RECHECK_S)
 
     def take_counts(self) -> Counter[str]:
-        """Return the work of the client's calls since the last call."""
+        """Return the client's work counts since the last call, and reset them."""
         counts, self._client.counts = self._client.counts, Counter()
         return counts
 
@@ -171,7 +171,7 @@ class MonitoredEngine:
         self.policy = policy
         confirmed = policy.confirmed.get(self.url)
         self.apply(EngineHealth.policy_published, policy.version, confirmed)
-        if confirmed != self.health.instance:  # its running requests may have tokens of weights that are not verified
+        if confirmed != self.health.instance:  # running requests may have tokens from unverified weights
             self._abandon_requests()
         if self.health.state is not State.SERVING:
             self._wake.set()
@@ -182,7 +182,7 @@ class MonitoredEngine:
         *values: Values.args,
         **named: Values.kwargs,
     ) -> None:
-        """Apply an event of `EngineHealth` and act on a change of state or instance."""
+        """Apply an `EngineHealth` event, and act if state or instance changes."""
         previous = self.health
         health = self.health = event(previous, time.monotonic(), *values, **named)
         died = health.state is State.DEAD and previous.state is not State.DEAD
@@ -211,7 +211,7 @@ class MonitoredEngine:
         await self._client.close()
 
     def _connect(self) -> None:
-        """Replace the client, because a client belongs to one instance of a server."""
+        """Replace the client, because a client belongs to one server instance."""
         closing = asyncio.ensure_future(self._client.close())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
@@ -237,13 +237,13 @@ class MonitoredEngine:
         policy, health = self.policy, self.health
         if policy is None or not health.may_verify(time.monotonic()):
             return None
-        # Broadcast weights are in no directory. Only the instance into which the publisher loaded them may still have
-        # them. The trainer notices that another instance is behind, and sends them again.
+        # Broadcast weights are in no directory. Only an instance that the publisher loaded may still have them. The
+        # trainer notices if another instance is behind, and sends the weights again.
         loaded = (policy.confirmed.get(self.url), policy.version)
         return policy if policy.path is not None or (health.instance, health.version) == loaded else None
 
     async def _check_health(self) -> bool:
-        """Check the engine once. Return False if the answer is outdated because instance or policy changed."""
+        """Check the engine once. Return False if registration or policy changed meanwhile."""
         service, policy = self._service, self.policy
         info, problem = None, ""
         try:
@@ -281,7 +281,7 @@ class MonitoredEngine:
             await self._check(client)
             instance = (await client.info()).instance
             confirmation = await load_and_measure(client, instance, load, tokens, fingerprint=fingerprint)
-            # The trainer may be publishing the next policy to it; the measurements are then of that policy.
+            # The trainer may be publishing the next policy, which is then measured instead.
             if confirmation.version == policy.version:
                 check_weights(self._config, confirmation, policy)
         except EngineError as error:

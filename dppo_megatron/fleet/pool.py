@@ -1,4 +1,4 @@
-"""Choose the engine for a request: among a run's monitored engines, or among a few fixed ones."""
+"""Choose the engine for a request, among a run's monitored engines or among a few fixed engines."""
 
 from __future__ import annotations
 
@@ -28,12 +28,15 @@ class NoEngineServes(EngineUnavailable):
 
 
 class EnginePool:
-    """Monitors the engines of a run. `select` lets `PrefixRouter` choose among engines that serve the published policy.
+    """Monitors a run's engines. `select` lets `PrefixRouter` choose among engines that serve the published policy.
 
-    `services` returns the registered engines by name; it is read again every `engine.health_interval_s`. An engine that
-    returns, or is behind, is loaded with the published weights and scored before it gets a request.
-    Use it as an asynchronous context manager. `check` raises `EngineError` for an unsuitable engine; `build` creates a
-    client. Without a `trainer`, a later policy in an engine is from another run and is replaced.
+    An engine that returns or is behind loads the published weights and is scored before it gets a request. Use the pool
+    as an asynchronous context manager.
+
+    services: returns the registered engines by name; called again every `engine.health_interval_s`.
+    check: raises `EngineError` for an unsuitable engine.
+    build: creates a client.
+    trainer: if False, a later policy in an engine is from another run and is replaced.
     """
 
     def __init__(
@@ -75,7 +78,7 @@ class EnginePool:
             await engine.close()
 
     async def select(self, request: GenerateRequest, failures: Failures) -> MonitoredEngine | None:
-        """Return the engine that serves the published policy and suits the request best. Wait if no engine serves it.
+        """Return the engine that serves the published policy and suits the request best. Wait if none serves it.
 
         Avoids engines that returned an invalid sample. An engine that failed otherwise may have recovered. Returns None
         if only avoided engines are alive. Raises `NoEngineServes` after `engine.unavailable_timeout_s`.
@@ -158,7 +161,7 @@ class EnginePool:
 
 
 def _work(engines: Sequence[Counter[str]]) -> dict[str, float]:
-    """Return metrics of the work that the engines report, but only for features in use."""
+    """Return metrics of the work that engines report, only for features in use."""
     hits = [c["cached_tokens"] / c["prompt_tokens"] for c in engines if c["prompt_tokens"]]
     total: Counter[str] = sum(engines, Counter())
     metrics = {}
@@ -175,7 +178,7 @@ def _work(engines: Sequence[Counter[str]]) -> dict[str, float]:
 class FixedEngines:
     """Provides engines that serve the same weights throughout and are not monitored, as in `dppo-megatron eval`.
 
-    Each request goes to an engine that has not failed it, as `PrefixRouter` chooses.
+    `PrefixRouter` chooses among the engines that have not failed the request.
     """
 
     def __init__(self, engines: Sequence[Engine]):

@@ -1,4 +1,4 @@
-"""Register the services of a run: the address of each engine, as files in the run directory."""
+"""Register a run's services: each engine's address is stored in a file in the run directory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def register(run: RunDir, name: str, url: str, pid: int) -> None:
 
 
 def forget(run: RunDir, name: str, pid: int | None = None) -> None:
-    """Remove a service that ended. With `pid`, remove it only if that process is still the registered one."""
+    """Remove a service that ended. With `pid`, remove it only if that process is still registered."""
     path = run.services / f"{name}.json"
     registered = read_as(Service, path)
     if registered is not None and pid in (None, registered.pid):
@@ -49,14 +49,14 @@ def forget(run: RunDir, name: str, pid: int | None = None) -> None:
 
 
 def forget_all(run: RunDir) -> None:
-    """Remove the registrations of an earlier attempt of the run, because none of its services still answers."""
+    """Remove an earlier attempt's registrations and published policy, because none of the services still answers."""
     for path in run.services.glob("*.json") if run.services.exists() else ():
         path.unlink(missing_ok=True)
     run.published.unlink(missing_ok=True)
 
 
 def engine_urls(config: Config, run: RunDir, check: Callable[[], None] = lambda: None) -> list[str]:
-    """Return the URL of every engine of the run, once the engines that the run starts have registered.
+    """Return the URL of every engine, once the engines that the run starts have registered.
 
     `check` is called while waiting and may raise to end the wait. Raises `ServiceTimeout` naming the engines that did
     not register within `engine.start_timeout_s`.
@@ -78,7 +78,7 @@ def engine_urls(config: Config, run: RunDir, check: Callable[[], None] = lambda:
 
 
 def engine_services(config: Config, run: RunDir) -> dict[str, Service]:
-    """Return the engines of `engine.urls`, or the currently registered ones, by name."""
+    """Return the engines in `engine.urls`, or the currently registered engines, by name."""
     if config.engine.urls:
         return {f"engine-{i}": Service(f"engine-{i}", url, 0, "") for i, url in enumerate(config.engine.urls)}
     registered = {name: read_as(Service, run.services / f"{name}.json") for name in engine_names(config)}
@@ -86,7 +86,7 @@ def engine_services(config: Config, run: RunDir) -> dict[str, Service]:
 
 
 def read_when_written(kind: type[Record], path: Path, timeout_s: float, setting: str, log: Path) -> Record:
-    """Wait for the record that another process writes to `path`. `log` is its log. Raises `ServiceTimeout`."""
+    """Wait for the record that another process, with log file `log`, writes to `path`. Raises `ServiceTimeout`."""
     if (record := wait_until(lambda: read_as(kind, path), timeout_s, POLL_S)) is None:
         raise ServiceTimeout(f"waited {timeout_s:.0f} s ({setting}) for {log.stem} to write {path}; see {log}")
     return record
@@ -99,14 +99,14 @@ def engine_names(config: Config) -> Sequence[str]:
 
 
 def engine_log(index: int, node: int) -> str:
-    """Return the name of the log of an engine's node: engine-0 for its first, then engine-0.1, engine-0.2, ..."""
+    """Return the log name for an engine node: engine-0 for the first node, then engine-0.1, engine-0.2, ..."""
     return f"engine-{index}.{node}" if node else f"engine-{index}"
 
 
 def free_port(host: str = "127.0.0.1") -> int:
     """Return an unused port, for a server that will listen on it some seconds later.
 
-    It is below the ports of outgoing connections, because a busy machine may take any of those ports in seconds.
+    The port is below the range for outgoing connections, because a busy machine may take any port there in seconds.
     """
     for port in SystemRandom().sample(_SERVER_PORTS, 64):
         if not port_in_use(host, port):
@@ -120,6 +120,6 @@ def port_in_use(host: str, port: int) -> bool:
         with socket.socket(family, kind) as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(place)
-    except (OSError, UnicodeError):  # a label of a name is too long
+    except (OSError, UnicodeError):  # a label in a name is too long
         return True
     return False

@@ -4,10 +4,10 @@
 |---|---|---|
 | engine dies, freezes, times out, fails | sent unchanged to a serving engine: same seeds, tokens | `ENGINE_ATTEMPTS` |
 | engine returns an invalid sample | sent unchanged to an engine that did not | `ENGINE_ATTEMPTS` |
-| the same, and no other engine remains | created again with other seeds | `SEED_ATTEMPTS` |
+| engine returns an invalid sample, no other engine remains | created again with other seeds | `SEED_ATTEMPTS` |
 | engine interrupts samples, as for an update | continued from their tokens, with derived seeds | none |
-| engine rejects it or does not suit the run | not repeated: the run ends with the error | |
-| no engine serves | waits for one | `engine.unavailable_timeout_s` |
+| engine rejects the request or does not suit the run | not repeated: the run ends with the error | |
+| no engine serves | waits for an engine | `engine.unavailable_timeout_s` |
 
 This is the only retry budget. Of the three layers with `generate`, only `Sampler` repeats a request; `MonitoredEngine`
 and the engine's client (`VllmEngine`) send it once. The client waits while a server answers "503, try again", within
@@ -37,11 +37,11 @@ from dppo_megatron.types import Rollout, join_columns
 log = logging.getLogger(__name__)
 
 # The retry budget. An interruption is not a failure: every continuation is a new request.
-ENGINE_ATTEMPTS = 8  # attempts of one request, because a request may crash every engine
-SEED_ATTEMPTS = 3  # attempts of one group
+ENGINE_ATTEMPTS = 8  # attempts per request, because a request may crash every engine
+SEED_ATTEMPTS = 3  # attempts per group
 
 Failures = Mapping[str, EngineError]
-"""The last error of every engine to which one request was sent, by the engine's name."""
+"""Maps the name of every engine that received one request to the engine's last error."""
 
 
 class SamplingEngine(Protocol):
@@ -58,11 +58,11 @@ class SamplingEngines(Protocol):
         """Return the engine for the next attempt, or None if no remaining engine can answer."""
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the counts of events since the last call."""
+        """Return event counts since the last call."""
 
 
 class Sampler:
-    """Samples groups with the engines that serve. See the table above."""
+    """Samples groups with the engines that serve. See the table at the top of this module."""
 
     def __init__(self, engines: SamplingEngines):
         self._engines = engines
@@ -71,7 +71,7 @@ class Sampler:
     async def sample(self, request: Callable[[int], GenerateRequest], subject: str) -> tuple[Rollout, ...]:
         """Return the complete samples of `request(0)`, or of the first later attempt without an invalid sample.
 
-        `request` gives every attempt its own seeds and id; `subject` names the group in messages. Raises
+        `request` gives every attempt separate seeds and an id; `subject` names the group in messages. Raises
         `InvalidSample` when all attempts were invalid, otherwise as `generate`.
         """
         problem: InvalidSample | None = None
@@ -88,8 +88,8 @@ class Sampler:
     async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
         """Return the `n` samples in the order of `seeds`, all complete.
 
-        An interrupted sample may have tokens of several policies; every token keeps the log-prob and the version with
-        which it was sampled. Raises `InvalidSample` when every remaining engine returned an invalid sample,
+        An interrupted sample may have tokens from several policies; every token keeps the log-prob and version from
+        when it was sampled. Raises `InvalidSample` when every remaining engine returned an invalid sample,
         `EngineRefused`, `EngineIncompatible`, and the last `EngineError` when the budget is spent.
         """
         rollouts = await self._send(request)
@@ -114,7 +114,7 @@ class Sampler:
         return rollout
 
     async def _send(self, request: GenerateRequest) -> tuple[Rollout, ...]:
-        """Send the request, unchanged, to one engine after another until one answers."""
+        """Send the request, unchanged, to one engine after another until an engine answers."""
         failures: dict[str, EngineError] = {}
         for attempt in range(ENGINE_ATTEMPTS):
             engine = await self._engines.select(request, failures)
@@ -135,7 +135,7 @@ class Sampler:
         raise last
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the counts of events since the last call, for requests and engines."""
+        """Return event counts for requests and engines since the last call."""
         names = ("engine/retried_requests", "rollout/invalid_samples", "rollout/continued_samples")
         counted = {name: float(self._counts[name]) for name in names}
         self._counts.clear()

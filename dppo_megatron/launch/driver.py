@@ -1,4 +1,4 @@
-"""Starts, watches and ends the processes of a run, in the same way on one machine and on Slurm."""
+"""Starts, watches and ends a run's processes, in the same way on this machine and on Slurm."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from dppo_megatron.weights.place import clear, lead
 from .launcher import Launcher, PlanT, ProcessT, RunPlan
 
 GRACE_S = 10.0
-LAST_LINES = 25  # shown of the log of a failed process
-ORPHANS_S = 1.0  # time for the orphans of a dead server to end by themselves
-FIRST_S, LONGEST_S = 1.0, 60.0  # delays between the end of a server and its next start
+LAST_LINES = 25  # log lines shown for a failed process
+ORPHANS_S = 1.0  # time for a dead server's orphans to end by themselves
+FIRST_S, LONGEST_S = 1.0, 60.0  # first and longest delay before a server is started again
 FULL_BYTES = 64 << 10  # a file system with less space is called full
-HEALTHY_S = 300.0  # after serving for this long, the count of restarts begins again
+HEALTHY_S = 300.0  # after serving for this long, the restart count begins again
 
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """States that every step is done and that the orchestrator has ended."""
+    """Indicates that every step is done and the orchestrator has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed(Generic[ProcessT]):
-    """Names the process that failed: a worker, or an engine without further restarts.
+    """Names the failed process: a worker, or an engine without further restarts.
 
-    `hung`: the rank that hangs and the calls in which the others wait. `process` may then still run.
+    hung: the rank that hangs, and the calls in which the others wait. `process` may then still run.
     """
 
     process: ProcessT
@@ -63,14 +63,14 @@ class Failed(Generic[ProcessT]):
 
 @dataclass(frozen=True, slots=True)
 class TrainerStopped:
-    """States that the trainer ended before its last step, by a signal that the driver did not send."""
+    """Indicates that the trainer ended before the last step, by a signal that the driver did not send."""
 
 
 class RestartedServer(Generic[PlanT, ProcessT]):
-    """Starts one engine or teacher, and restarts it when it ends, at most `limit` times in a row.
+    """Starts an engine or teacher, and restarts it when it ends, at most `limit` times in a row.
 
     Call `check` often; it never blocks for long. The server serves once it is registered: an engine in the run, a
-    teacher in its own run directory. Its registration is removed when it ends.
+    teacher in a separate run directory. When the server ends, the registration is removed.
     """
 
     def __init__(self, launcher: Launcher[PlanT, ProcessT], plan: PlanT, run: RunDir, limit: int):
@@ -80,22 +80,22 @@ class RestartedServer(Generic[PlanT, ProcessT]):
         self._restarts = 0  # consecutive restarts
         self._serving_since: float | None = None
         self._ever_served = False
-        self._due: float | None = None  # time of its next start
+        self._due: float | None = None  # when to start the server again
         self.process = launcher.start(plan)
         self._registered = (run, self.process.name) if plan.home is None else (RunDir(plan.home), "engine-0")
-        self.failed = False  # it ended and is not started again
+        self.failed = False  # the server ended and is not started again
 
     def check(self, now: float) -> str | None:
-        """Return a line for the log about the events since the last call, or None.
+        """Return a log line about the events since the last call, or None.
 
-        Sets `failed` when the run cannot continue with this server.
+        Sets `failed` if the server ended and is not started again.
         """
         if self._due is not None:
             if now >= self._due:
                 self._due, self.process = None, self._launcher.start(self._plan)
             return None
         code, (run, entry) = self.process.poll(), self._registered
-        # An ended server is checked as well, because it may have registered and been killed between two calls.
+        # An ended server is checked as well, because it may have registered and ended between two calls.
         serves = self._serving_since is None and (run.services / f"{entry}.json").exists()
         if serves:
             self._serving_since, self._ever_served = now, True
@@ -126,10 +126,10 @@ class RestartedServer(Generic[PlanT, ProcessT]):
 
 
 class RunDriver(Generic[PlanT, ProcessT]):
-    """Runs engines, orchestrator and trainer ranks until orchestrator and trainer are done or one of them fails.
+    """Runs engines, orchestrator and trainer ranks until orchestrator and trainer are done, or a process fails.
 
-    An engine that ends is started again and serves the newest published policy (`engine.restarts`). The caller calls
-    `check` in a loop and decides about exit code, messages and requeue.
+    An engine that ends is started again and serves the newest published policy (`engine.restarts`). The caller must
+    call `check` in a loop, and decides about exit code, messages and requeue.
     """
 
     def __init__(self, config: Config, launcher: Launcher[PlanT, ProcessT], report: Callable[[str], None]):
@@ -143,13 +143,13 @@ class RunDriver(Generic[PlanT, ProcessT]):
         self._orchestrator: list[ProcessT] = []  # at most one process
         self.trainers: list[ProcessT] = []
         self._heartbeats = HeartbeatReader(self._run)
-        self._look_at_beats = 0.0  # time of the next look at the ranks' heartbeats
+        self._look_at_beats = 0.0  # when to read the heartbeats next
 
     def start(self, plan: RunPlan[PlanT]) -> None:
         """Start all processes. Engines come first, because they take the longest to start."""
         lead(self._run, self._config.weight_sync.directory if self._config.samples else None)
         forget_all(self._run)
-        shutil.rmtree(self._run.heartbeats, ignore_errors=True)  # of an earlier attempt
+        shutil.rmtree(self._run.heartbeats, ignore_errors=True)  # left by an earlier attempt
         if plan.engines:
             make_secret(self._config)
         for engine in plan.engines:
@@ -158,7 +158,7 @@ class RunDriver(Generic[PlanT, ProcessT]):
             self._orchestrator.append(self._launcher.start(plan.orchestrator))
         for trainer in plan.trainers:
             self.trainers.append(self._launcher.start(trainer))
-        # An earlier attempt reported its own findings. Its steps are read while the processes load.
+        # Drops findings that an earlier attempt has reported. Earlier steps are read while the processes load.
         self._examine(rollouts=False)
 
     def check(self) -> Completed | Failed[ProcessT] | TrainerStopped | None:
@@ -168,7 +168,7 @@ class RunDriver(Generic[PlanT, ProcessT]):
         for warning in self._warnings.poll():
             self._report(warning)
         if failed := [worker for worker in self._workers if worker.poll() not in (None, 0)]:
-            # The other processes raise after a killed one, and after the one that raised first.
+            # The cause is a killed process, else the process that raised first. Other processes raise later.
             first = min(failed, key=lambda worker: ((worker.poll() or 0) > 0, _written(worker.log)))
             return Failed(first, hang(self._heartbeats.read(), time.time()) if first in self.trainers else "")
         if self.trainers and time.monotonic() > self._look_at_beats:
@@ -188,7 +188,7 @@ class RunDriver(Generic[PlanT, ProcessT]):
 
     @property
     def trained(self) -> bool:
-        """Return whether the trainer ended after its last step. The rest of the run then takes no time."""
+        """Return whether the trainer ended after the last step. The rest of the run then takes no time."""
         return self._trainers_ended and self._run.done >= self._config.train.steps
 
     def end_all(self) -> None:
@@ -216,7 +216,7 @@ class RunDriver(Generic[PlanT, ProcessT]):
 
     @property
     def _trainers_ended(self) -> bool:
-        """Return whether all trainers ended with exit code 0: at their last step, or after a signal."""
+        """Return whether all trainers ended with exit code 0: after the last step, or after a signal."""
         return bool(self.trainers) and all(trainer.poll() == 0 for trainer in self.trainers)
 
 

@@ -1,4 +1,4 @@
-"""`dppo-megatron engine`: runs one inference server in the foreground and registers it once it answers."""
+"""`dppo-megatron engine`: runs an inference server in the foreground and registers it once it answers."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from dppo_megatron.weights.published import PublishedPolicy
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-STOP_S = 15.0  # a stopping server waits for its last requests, which a dead engine core no longer answers
-# This factor multiplies engine.health_failures. The pool avoids an engine earlier, because the engine may answer again.
+STOP_S = 15.0  # a stopping server waits for the last requests, but a dead engine core does not answer
+# Multiplies engine.health_failures. The pool avoids an engine earlier, because the engine may answer again.
 FAILURES_BEFORE_KILL = 2
 
 
@@ -53,34 +53,34 @@ class EngineFrozen(ExpectedError, RuntimeError):
 
 
 class StartModelTimeout(ExpectedError, TimeoutError):
-    """Raised when engine 0 did not make the quantised model in time."""
+    """Raised when engine 0 did not make the quantized model in time."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStart:
-    """Contains the parameters with which every node of an engine starts.
+    """Contains the start parameters for all nodes of an engine.
 
-    Node 0 decides, because nodes that read the published policy at different times could load different ones.
+    Node 0 decides, because nodes that read the published policy at different times could load different policies.
     """
 
     model: str  # directory
-    version: int  # policy version of its weights
+    version: int  # policy version
     port: int  # HTTP port of the server
-    host: str  # address of the nodes' rendezvous on node 0
+    host: str  # rendezvous address on node 0
     rendezvous_port: int
 
 
 class Servers:
-    """Owns the server processes of an engine's nodes here. When one ends, the others cannot serve either."""
+    """Manages an engine's server processes on this machine. If any server ends, the others cannot serve either."""
 
     def __init__(self, processes: Sequence[subprocess.Popen]):
         self._processes = processes
         self.pid = processes[0].pid
-        self.stopping = False  # they were asked to end
+        self.stopping = False  # whether the servers were asked to end
 
     @classmethod
     def start(cls, config: Config, start: EngineStart, nodes: Sequence[int]) -> Servers:
-        """Start the servers of `nodes` in this process's session, with its output."""
+        """Start the servers for `nodes` in this process's session, with this process's output."""
         environment, processes = child_environment(server_environment(config, start.version), server=True), []
         if dropped := sorted(os.environ.keys() - environment.keys()):
             log.info("variables that the servers do not get (engine.env sets some): %s", ", ".join(dropped))
@@ -110,7 +110,7 @@ class Servers:
 
 
 def command(config: Config, start: EngineStart, node: int) -> list[str]:
-    """Return the command line of the server of `node`."""
+    """Return the command line for the server on `node`."""
     place = Node(node, start.host, start.rendezvous_port) if config.engine.nodes > 1 else None
     return kind_of(config).command(config, start.port, Path(start.model), start.version, place)
 
@@ -118,13 +118,13 @@ def command(config: Config, start: EngineStart, node: int) -> list[str]:
 def run_engine(config: Config, index: int, *, node: int | None = None, meeting: str = "") -> int:
     """Start engine `index`, register it as `engine-<index>` when healthy, and return the server's exit code.
 
-    For an engine of several nodes, all servers run on this machine, or with `node` only that node's. The other nodes do
-    the same, with the same `meeting`, a name that no other start of an engine uses. Servers join this process's session
-    and output. SIGTERM and SIGINT end them, and when one ends, all end.
+    If the engine has several nodes, all servers run on this machine, or with `node` only that node's server. The call
+    on every node must then have the same `meeting`, a name that no other engine start uses. Servers join this process's
+    session and output. SIGTERM and SIGINT end the servers. If any server ends, all end.
 
-    Raises `EngineStartError` when a server ends while starting or the engine does not answer within
-    `engine.start_timeout_s`. Raises `EngineFrozen` when it later fails too many health checks in a row, and
-    `ServiceTimeout` when node 0 does not begin. All servers are dead after an error.
+    Raises `EngineStartError` if a server ends while starting or the engine does not answer within
+    `engine.start_timeout_s`. Raises `EngineFrozen` if the engine later fails too many health checks in a row, and
+    `ServiceTimeout` if node 0 does not begin. All servers are dead after an error.
     """
     run = RunDir(config.run.dir)
     run.make()
@@ -161,7 +161,7 @@ def _start(config: Config, run: RunDir, index: int) -> EngineStart:
 
 
 def _serve(config: Config, run: RunDir, index: int, start: EngineStart, server: Servers) -> int:
-    """Register the server from its first answer until it ends; return its exit code."""
+    """Register the server from the first answer until it ends; return the server's exit code."""
     url, started = f"http://{host_and_port(config.engine.host, start.port)}", time.monotonic()
     _wait_healthy(config, url, server, run.log(engine_log(index, 0)))
     log.info("engine-%d %s %s after %.1f s", index, SERVER_READY, url, time.monotonic() - started)
@@ -195,9 +195,9 @@ def _pass_on_signals(server: Servers) -> None:
 def _policy_to_serve(config: Config, run: RunDir, index: int) -> tuple[Path, int]:
     """Return model directory and version of the last published policy, so that a restarted engine is current.
 
-    Without a directory of a whole model, return the start model as version 0. This happens before the first publish,
-    and for an adapter, which the run loads later. It also happens after a broadcast, which the trainer sends again, and
-    when a resumed run publishes in another way.
+    Without a whole-model directory, returns the start model as version 0. This happens before the first publish, and
+    for an adapter, which the run loads later. It also happens after a broadcast, which the trainer sends again, and
+    if a resumed run publishes in another way.
     """
     published = PublishedPolicy.read(run.published)
     if published is None or published.path is None or config.weight_sync.lora == "adapter":
@@ -209,17 +209,17 @@ def _policy_to_serve(config: Config, run: RunDir, index: int) -> tuple[Path, int
         inside_roots(str(path), [str(start_model(config)), str(path.parent)])
     except RefusedPath as error:
         raise EngineStartError(f"policy {published.version}: {error}") from None
-    if is_delta(path):  # the run makes it load the version
+    if is_delta(path):  # the run makes the engine load the version
         path, _ = chain(path)
         return path, run.version_of(path)
     return path, published.version
 
 
 def ensure_start_model(config: Config, index: int) -> Path:
-    """Return the directory that engine `index` starts with. Engine 0 makes a quantised copy; the others wait for it.
+    """Return the directory that engine `index` starts with. Engine 0 makes a quantized copy; other engines wait for it.
 
-    Continues an interrupted copy. Raises `ModelError` as `convert` does, and `StartModelTimeout` when engine 0 did not
-    make it within `engine.start_timeout_s`.
+    Continues an interrupted copy. Raises `ModelError` as `convert` does, and `StartModelTimeout` if engine 0 did not
+    make the copy within `engine.start_timeout_s`.
     """
     directory, quantization = start_model(config), config.engine.quantization
     if directory == config.model.path or directory.exists():
@@ -263,7 +263,7 @@ def _wait_healthy(config: Config, url: str, server: Servers, output: Path) -> No
 
 
 async def _watch(config: Config, url: str, server: Servers) -> int:
-    """Return the exit code of the server. Kill a frozen server, because the driver restarts only engines that ended."""
+    """Return the server's exit code. Kills a frozen server, because the driver restarts only engines that ended."""
 
     async def ended() -> int:
         while (code := server.poll()) is None:

@@ -32,19 +32,19 @@ Metrics = dict[str, dict[str, float]]  # evaluation set -> metric -> value
 def evaluate_model(
     config: Config, model: Path | None, source: str, *, urls: Sequence[str] = (), resume: bool = False
 ) -> Metrics:
-    """Return the metrics of `model`, a Hugging Face directory or a checkpoint of a run, on every set.
+    """Evaluate `model`, a Hugging Face directory or a run's checkpoint, and return the metrics on every set.
 
-    Starts the engines in a new directory under `run.dir`, or with `resume` in the newest one of this model, evaluates
-    once, and terminates them. With `urls` it uses these engines, which must serve no run meanwhile. They load `model`.
-    If `model` is None, they keep the model that they serve.
+    Starts the engines in a new directory under `run.dir`, or with `resume` in this model's newest directory, evaluates
+    once, and terminates the engines. With `urls`, uses these engines, which must serve no run meanwhile. They load
+    `model`, or keep the model that they serve if `model` is None.
 
-    Raises `ConfigError` without sets, with too few GPUs and when the interrupted evaluation was a different one.
-    Raises the errors of `running_engines` for engines that do not start.
+    Raises `ConfigError` without sets, with too few GPUs, or if the interrupted evaluation was different. Raises the
+    errors of `running_engines` for engines that do not start.
     """
     if not config.eval_sets:
         raise ConfigError(source, ["data.eval: not set, and eval.sets is empty; name a file of held-out prompts"])
     run_dir = RunDir(config.run.dir)
-    # A run on given answers or given rollouts has no engines, but its evaluation samples.
+    # A run on given answers or given rollouts has no engines, but the evaluation samples.
     config = with_settings(config, objective=ObjectiveConfig(), rollout={"bank": None}, engine={"urls": tuple(urls)})
     if model is not None:
         config = with_settings(config, weight_sync={"lora": "merged"})  # engines load only whole models
@@ -77,7 +77,7 @@ def evaluate_model(
         with running_engines(config, trains=False) as answering:
             return asyncio.run(_evaluate(config, answering, model if urls else None, identity))
     finally:
-        shutil.rmtree(run.quantized_start, ignore_errors=True)  # it is as large as the model and not needed again
+        shutil.rmtree(run.quantized_start, ignore_errors=True)  # as large as the model, and not needed again
 
 
 async def _evaluate(config: Config, urls: Sequence[str], load: Path | None, identity: Any) -> Metrics:
@@ -93,19 +93,19 @@ async def _evaluate(config: Config, urls: Sequence[str], load: Path | None, iden
 
 
 async def _take(config: Config, engines: Sequence[Engine], load: Path | None, identity: Any) -> tuple[int, Any]:
-    """Check that running engines suit the evaluation and serve one policy; return its version and its identity."""
+    """Check that running engines suit the evaluation and serve one policy; return policy version and identity."""
     if load is not None:
         await asyncio.gather(*(engine.load_weights(load.absolute(), 0) for engine in engines))
     infos = await asyncio.gather(*(engine.check_compatible(config) for engine in engines))
     if len(versions := {info.version for info in infos}) > 1:
         raise EngineIncompatible(f"the engines serve several versions, {sorted(versions)}; name engines of only one")
-    # An instance may have loaded its policy after it started, but all serve the same version.
+    # An instance may have loaded a policy after it started, but all instances serve the same version.
     served = [] if load else sorted((info.model, info.instance) for info in infos)
     return infos[0].version, {"identity": identity, "served": served}
 
 
 def _as_hugging_face(model: Path, directory: Path) -> Path:
-    """Return `model` itself or, for a checkpoint, its weights as a Hugging Face directory in `directory`.
+    """Return `model` itself or, for a checkpoint, a converted Hugging Face directory in `directory`.
 
     Raises `ModelError` if `model` is neither.
     """

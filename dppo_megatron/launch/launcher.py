@@ -10,7 +10,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Plan(Protocol):
-    """Describes how to start a process, or several that end together. Each launcher has its own kind of plan."""
+    """Describes how to start a process, or several that end together. Each launcher defines a kind of plan."""
 
     @property
     def home(self) -> Path | None:
@@ -34,7 +34,7 @@ ProcessT = TypeVar("ProcessT", bound=Process)
 class Launcher(ABC, Generic[PlanT, ProcessT]):
     @abstractmethod
     def start(self, plan: PlanT) -> ProcessT:
-        """Start the process and return at once. Its output is appended to its log."""
+        """Start the process and return at once. The output is appended to the process log."""
 
     @abstractmethod
     def end(self, processes: Sequence[ProcessT], grace_s: float) -> None:
@@ -43,8 +43,8 @@ class Launcher(ABC, Generic[PlanT, ProcessT]):
 
 @dataclass(frozen=True, slots=True)
 class RunPlan(Generic[PlanT]):
-    """Contains the plans of every process of a run."""
+    """Contains the plans for all processes in a run."""
 
     engines: Sequence[PlanT]
     orchestrator: PlanT | None  # None if the run samples no rollouts
-    trainers: Sequence[PlanT]  # all ranks, one by one or in groups
+    trainers: Sequence[PlanT]  # all ranks, singly or in groups

@@ -26,12 +26,12 @@ from .rank_environment import connection_environment, trace_environment
 class ProcessPlan:
     name: str  # trainer-0, orchestrator, engine-0, ...; also the name of the log
     arguments: tuple[str, ...]  # arguments of `dppo-megatron`
-    environment: Mapping[str, str] = field(default_factory=dict)  # added to this process's own
+    environment: Mapping[str, str] = field(default_factory=dict)  # added to this process's environment
     home: Path | None = None
 
 
 class LocalLauncher(Launcher[ProcessPlan, Child]):
-    """Starts each process in a session of its own, with `RUN/logs/<name>.log` as its output."""
+    """Starts each process in a new session, with output to `RUN/logs/<name>.log`."""
 
     def __init__(self, run: RunDir, lock: FileLock | None = None):
         self._run = run
@@ -42,7 +42,7 @@ class LocalLauncher(Launcher[ProcessPlan, Child]):
         return Child(plan.name, command, self._run.log(plan.name), plan.environment, self._lock)
 
     def end(self, processes: Sequence[Child], grace_s: float) -> None:
-        """End all processes of each session, even if its first process has ended. Return when all have ended."""
+        """End all processes in each session, even if the first process has ended. Return when all have ended."""
         for child in processes:
             child.signal(signal.SIGTERM)
         for child in processes:
@@ -55,7 +55,7 @@ def dppo_command(*arguments: str) -> list[str]:
 
 
 def local_plan(config: Config, *, resume: bool) -> RunPlan[ProcessPlan]:
-    """Return every process of a run, the ranks one by one. They read the config from the run directory."""
+    """Return the plans for all processes in a run, each rank singly. They read the config from the run directory."""
     path = str(RunDir(config.run.dir).config)
     return RunPlan(
         engines=[*engine_plans(config), *teacher_plans(config)],
@@ -65,7 +65,7 @@ def local_plan(config: Config, *, resume: bool) -> RunPlan[ProcessPlan]:
 
 
 def teacher_plans(config: Config) -> list[ProcessPlan]:
-    """Prepare the teachers that the run serves, and return their processes, on the last GPUs."""
+    """Prepare the teachers that the run serves, and return plans for their processes, on the last GPUs."""
     visible, plans = visible_devices()[: devices_needed(config)], []
     for name, home in reversed(prepare_teachers(config).items()):
         count = config.distillation.teachers[name].tensor_parallel
@@ -76,7 +76,7 @@ def teacher_plans(config: Config) -> list[ProcessPlan]:
 
 
 def prepare_teachers(config: Config) -> dict[str, Path]:
-    """Write a run directory with config and secret for each teacher that the run serves; return it by name."""
+    """Write a run directory with config and secret for each teacher that the run serves; return name -> directory."""
     homes = {}
     for name in config.started_teachers:
         server_config = teacher_config(config, name)
@@ -90,7 +90,7 @@ def prepare_teachers(config: Config) -> dict[str, Path]:
 
 
 def rank_plans(config: Config, name: str, arguments: tuple[str, ...]) -> list[ProcessPlan]:
-    """Return `parallel.world_size` processes NAME-0, NAME-1, ... of one group, each with `arguments`."""
+    """Return plans for `parallel.world_size` processes NAME-0, NAME-1, ... in a group, each with `arguments`."""
     world_size = config.parallel.world_size
     rendezvous = {
         "MASTER_ADDR": "127.0.0.1",
@@ -108,7 +108,7 @@ def rank_plans(config: Config, name: str, arguments: tuple[str, ...]) -> list[Pr
 
 
 def engine_plans(config: Config, *, trains: bool = True) -> list[ProcessPlan]:
-    """Return the engines that the run starts, each with its GPUs. `trains`: trainer ranks use the first GPUs."""
+    """Return plans for the engines that the run starts, with GPUs. `trains`: trainer ranks use the first GPUs."""
     path, visible = str(RunDir(config.run.dir).config), visible_devices()
     plans = []
     for index, name in enumerate(engine_names(config)):

@@ -26,7 +26,7 @@ POLL_S = 0.05
 
 
 def finished(config: Config) -> bool:
-    """Return whether the run is complete: its last checkpoint, the final model and its evaluations exist."""
+    """Return whether the run is complete: all steps are done, and the final model and all evaluations exist."""
     run, steps = RunDir(config.run.dir), config.train.steps
     last, latest = run.final_adapter if config.model.lora.r else run.final_model, run.checkpoints / "latest"
     if run.done < steps or not last.exists():
@@ -37,16 +37,16 @@ def finished(config: Config) -> bool:
 
 
 class LocalRun:
-    """Runs a whole run on this machine, and ends it when a process fails that cannot be restarted.
+    """Executes a whole run on this machine, and ends it if a process fails that cannot be restarted.
 
-    The other processes are ended, and the last lines of the failed one are shown. Bank and checkpoints stay for
+    The other processes are ended, and the failed process's last log lines are shown. Bank and checkpoints stay for
     `--resume`.
     """
 
     def __init__(
         self, config: Config, plan: RunPlan[ProcessPlan], lock: FileLock | None = None, *, resume_command: str = ""
     ):
-        """Prepare the run. `lock` is the run directory's. Messages show `resume_command`; default: `train --resume`."""
+        """Prepare the run. `lock`: the run directory lock. Messages show `resume_command`, default `train --resume`."""
         self._config = config
         self._run = RunDir(config.run.dir)
         self._plan = plan

@@ -1,4 +1,4 @@
-"""Starts engines for an evaluation, a study or a certificate on this machine, and ends them after their use."""
+"""Starts engines for an evaluation, a study or a certificate on this machine, and ends them after use."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from .local_processes import LocalLauncher, engine_plans
 
 
 def with_last_lines(message: str, process: Child) -> str:
-    """Return `message` with the end of the process's log."""
+    """Return `message` with the last lines of the process log."""
     lines = last_lines(process.log, LAST_LINES)
     return "\n  ".join((f"{message}. Its last lines ({process.log}):", *lines))
 
 
 @contextmanager
 def running_engines(config: Config, *, trains: bool = True) -> Iterator[list[str]]:
-    """Yield the URLs of the engines of `config`, once all answer. On exit or error, end the engines started here.
+    """Yield the engine URLs for `config`, once all engines answer. On exit or error, end the engines started here.
 
     Their config, logs and registrations are in `run.dir`. `trains`: trainer ranks use the first GPUs. Raises
-    `EngineStartError` with the last lines of an engine that ends while starting. Raises `ServiceTimeout` naming the
+    `EngineStartError` with the last log lines if an engine ends while starting. Raises `ServiceTimeout` naming the
     engines that did not register within `engine.start_timeout_s`.
     """
     run = RunDir(config.run.dir)

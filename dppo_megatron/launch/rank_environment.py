@@ -1,4 +1,4 @@
-"""Computes the environment variables of a trainer rank that must be set before its process starts."""
+"""Computes the environment variables that must be set before a trainer rank starts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dppo_megatron.run_dir import RunDir
 
 
 def trace_environment(run: RunDir) -> dict[str, str]:
-    """Return the variables with which a timed-out collective dumps the last collectives of every rank to RUN/logs."""
+    """Return the variables that make every rank dump the last collectives to RUN/logs if a collective times out."""
     dumps = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_FR_DUMP_TEMP_FILE": f"{run.flight_recorder.absolute()}"}
     return {name: value for name, value in dumps.items() if name not in os.environ}
 
 
 def connection_environment(config: Config) -> dict[str, str]:
-    """Return the variables for CUDA's queues and broadcasts to engines. A variable that is already set is kept."""
+    """Return the variables for CUDA's queues and broadcasts to engines, without variables that are already set."""
     variables = kind_of(config).rank_environment(config) if config.samples else {}
     return _hardware_queues(config) | {name: value for name, value in variables.items() if name not in os.environ}
 
@@ -25,9 +25,9 @@ def connection_environment(config: Config) -> dict[str, str]:
 def _hardware_queues(config: Config) -> dict[str, str]:
     """Return `CUDA_DEVICE_MAX_CONNECTIONS=1` where Megatron-LM requires it (arguments.py, validate_args).
 
-    It does so with tensor or context parallelism on GPUs before Blackwell. With one hardware queue kernels start in the
-    order of their launches. Megatron's layers rely on it (tensor_parallel/layers.py): a collective launched before a
-    matrix product overlaps with it, instead of waiting after it for free multiprocessors.
+    Megatron-LM requires this with tensor or context parallelism on GPUs before Blackwell. With one hardware queue,
+    kernels start in launch order. Megatron's layers rely on this order (tensor_parallel/layers.py): a collective
+    launched before a matrix product overlaps with the product, instead of waiting after it for free multiprocessors.
     """
     parallel = config.parallel.tensor > 1 or config.parallel.context > 1
     if not parallel or "CUDA_DEVICE_MAX_CONNECTIONS" in os.environ or (_oldest_gpu() or 0.0) >= 10.0:
@@ -38,7 +38,7 @@ def _hardware_queues(config: Config) -> dict[str, str]:
 def _oldest_gpu() -> float | None:
     """Return the lowest compute capability of this machine's GPUs, or None if nvidia-smi does not report it.
 
-    torch is not used, because it would open a context on the ranks' first GPU.
+    Does not use torch, because torch would open a context on the ranks' first GPU.
     """
     try:
         return min((float(capability) for (capability,) in nvidia_smi("compute_cap")), default=None)

@@ -22,14 +22,14 @@ from .launcher import RunPlan
 from .local_processes import ProcessPlan, engine_plans
 from .local_run import LocalRun
 
-ANY_AGE = 10**9  # staleness limit without effect, because there is only one policy
+ANY_AGE = 10**9  # staleness limit without effect, because there is a single policy
 
 
 def fill_bank(config: Config, source: str, *, n: int, prompts: int | None, out: Path | None, resume: bool) -> int:
     """Sample `n` answers to each of the first `prompts` prompts in training order; return the run's exit code.
 
-    The default of `prompts` is every row of data.train. The run's directory is `out`, by default `run.dir`/samples.
-    Engines, retries, rewards, resume and the bank are those of a training run. Raises `ConfigError`.
+    `prompts` defaults to every row in data.train. The run directory is `out`, by default `run.dir`/samples. Engines,
+    retries, rewards, resume and the bank work as in a training run. Raises `ConfigError`.
     """
     config = fit_engines(sampling_only(config, n, out or config.run.dir / "samples"), visible_devices())
     notes: list[str] = []

@@ -1,4 +1,4 @@
-"""Shows the progress of a run: a bar in a terminal, plain lines in a log file."""
+"""Shows run progress: a bar in a terminal, plain lines in a log file."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ COLUMNS = (  # metric, label, width, format, unit
     ("throughput/mfu", "MFU ", 5, ".1%", ""),
     ("time/step_s", "", 6, ".1f", " s/step"),
 )
-_CHANGING = ("train/loss", "rollout/reward_mean")  # a terminal shows their change since the first step
-_PACE_STEPS = 20  # the pace of these last steps predicts the time left
+_CHANGING = ("train/loss", "rollout/reward_mean")  # a terminal also shows the change since the first step
+_PACE_STEPS = 20  # number of last steps that predict the time left
 _REDRAW_S = 1.0  # the countdown moves even without new records
 
 
 class PlainView:
-    """Prints lines in the encoding of the stream, and flushes each."""
+    """Prints lines in the stream encoding, and flushes after each line."""
 
     def __init__(self, stream: TextIO, interval_s: float):
         self._stream = stream
@@ -58,7 +58,7 @@ class PlainView:
         self._stream.flush()
 
     def step_line(self, text: str, at: float, last: bool) -> None:
-        """Write a step's line if the interval has passed, the step is the last, or a resumed run repeats steps."""
+        """Write a step line if the interval has passed, this is the last step, or a resumed run repeats steps."""
         if last or self._last is None or not 0 <= at - self._last < self._interval_s:
             self._last = at
             self.line(text)
@@ -71,7 +71,7 @@ class PlainView:
 
 
 class LiveView:
-    """Redraws two lines at the bottom of the terminal; other lines scroll above. It starts no thread."""
+    """Redraws two lines at the bottom of the terminal; other lines scroll above. Starts no thread."""
 
     def __init__(self, stream: TextIO):
         self._console = Console(file=stream, force_terminal=True, highlight=False)
@@ -85,7 +85,7 @@ class LiveView:
         head.add_column(no_wrap=True, justify="right")
         bar = ProgressBar(total=total, completed=step)
         head.add_row(Text(f"step {step}/{total}", "bold"), bar, Text(left, "cyan"))
-        fixed = "  ".join(value.replace(" ", "\0") for value in values)  # a value stays with its name
+        fixed = "  ".join(value.replace(" ", "\0") for value in values)  # keeps name and value on one line
         lines = textwrap.fill(fixed, self._console.width, break_on_hyphens=False)
         self._live.update(Group(head, Text(lines.replace("\0", " "))), refresh=True)
 
@@ -102,10 +102,10 @@ class LiveView:
 class ProgressView:
     """Shows the records that a trainer appends to metrics.jsonl. `close` restores the terminal.
 
-    A terminal gets a line with a bar and the time left, and one with the latest values. Other outputs (a Slurm log, CI)
-    get a plain line per step, at most one every `plain_interval_s`, without control codes. An evaluation gets its own
-    line. `samples` is the number of samples in a step. If output fails (a closed pipe), the view is disabled and the
-    run continues.
+    A terminal shows two lines: a bar with the time left, and the latest values. Other outputs (a Slurm log, CI) get
+    plain lines without control codes, at most one step line every `plain_interval_s`. Each evaluation is printed on a
+    separate line. `samples` is the number of samples in a step. If output fails (a closed pipe), the view is disabled
+    and the run continues.
     """
 
     def __init__(
@@ -118,16 +118,17 @@ class ProgressView:
         self._follower: JsonlFollower | None = None
         self._latest: Record = {}
         self._first: Record = {}
-        self._sampled: dict[int, dict[str, Any]] = {}  # step -> the orchestrator's values of COLUMNS
+        self._sampled: dict[int, dict[str, Any]] = {}  # step -> COLUMNS values from the orchestrator
         self._evals: dict[int, dict[str, Any]] = {}
-        self._pace: deque[tuple[int, float]] = deque(maxlen=_PACE_STEPS + 1)  # step, its time
+        self._pace: deque[tuple[int, float]] = deque(maxlen=_PACE_STEPS + 1)  # step, record time
         self._drawn_at = 0.0
         self._refresh()
 
     def poll(self, path: str | Path) -> bool:
         """Show the records appended to `path` since the last call, and return whether there were any.
 
-        An idle call costs less than 1 ms. Of the records before a resume only the last is used, in the bar.
+        An idle call costs less than 1 ms. Records found on the first call, or when a resumed run has rewritten the
+        file, only update the bar.
         """
         first = self._follower is None
         self._follower = self._follower or JsonlFollower(path, sparse)
@@ -138,7 +139,7 @@ class ProgressView:
             self._evals.clear()
             for record in records:
                 self._absorb(record)
-            self._pace.clear()  # the pace of an earlier attempt does not predict this one
+            self._pace.clear()  # an earlier attempt does not predict the pace of this attempt
         for record in [] if restarted else records:
             self.update(record)
         if records or time.monotonic() - self._drawn_at > _REDRAW_S:
@@ -157,7 +158,7 @@ class ProgressView:
             self._draw(methodcaller("line", self._eval_line(step, name, record)))
 
     def note(self, text: str) -> None:
-        """Show a message of the launcher above the bar, without its control codes."""
+        """Show a launcher message above the bar, without control codes."""
         for line in map(plain_text, text.splitlines()):
             self._draw(methodcaller("line", line))
 
@@ -246,7 +247,7 @@ def _values(record: Record, aligned: bool, first: Record | None = None) -> Itera
 
 
 def _changed(value: float | None, first: float | None, form: str) -> str:
-    """Return a value with its change since the first one: `0.480 (+0.338)`."""
+    """Format a value with the change since the first value: `0.480 (+0.338)`."""
     if value is None:
         return "n/a"
     change = f" ({value - first:+{form}})" if first not in (None, value) else ""

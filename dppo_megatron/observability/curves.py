@@ -1,4 +1,4 @@
-"""Draws the curves of one run, or of several overlaid, as small panels in one PNG. Empty panels are left out."""
+"""Draws metric curves as small panels in one PNG. Several runs are overlaid, and empty panels are left out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.typing import RcKeyType
 
-# Okabe and Ito's palette, distinguishable by colour-blind readers and in print; the last six are for more runs.
+# Okabe and Ito's palette, which color-blind readers can distinguish, also in print; the last six are for more runs.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999",
            "#332288", "#117733", "#882255", "#8B5A2B", "#7FC97F", "#9467BD")  # fmt: skip
 _GREY = "#666666"
@@ -52,7 +52,7 @@ _STYLE: dict[RcKeyType, Any] = {
 
 
 def draw_curves(runs: Sequence[History], path: Path) -> None:
-    """Write the PNG. Colours distinguish quantities for one run, and runs for several."""
+    """Write the PNG. Colors distinguish the metrics of a single run, or the runs if there are several."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure  # unlike pyplot, this needs no display and has no global state
     from matplotlib.lines import Line2D
@@ -75,7 +75,7 @@ def draw_curves(runs: Sequence[History], path: Path) -> None:
             axes.set_subplotspec(grid[number])
             if axes.get_legend() is None and axes.get_legend_handles_labels()[1]:
                 legend = axes.legend()
-                for handle in legend.legend_handles if len(runs) > 1 else ():  # lines of this kind, of every run
+                for handle in legend.legend_handles if len(runs) > 1 else ():  # this line style stands for every run
                     handle.set_color(_GREY)
             axes.set_xlim(-0.015 * last, 1.015 * last)
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
@@ -103,7 +103,7 @@ def _draw_reward(axes: Axes, runs: Sequence[History]) -> None:
 
 
 def _draw_heldout(axes: Axes, runs: Sequence[History], title: str, form: str) -> None:
-    """Draw the held-out scores with this format: shares of right answers, or mean rewards."""
+    """Draw the held-out scores with format `form`: shares of right answers, or mean rewards."""
     axes.set_title(title)
     scores = heldout_scores(record for run in runs for record in run.rows.values())
     names = [name for name in scores if score_format(name) == form]
@@ -120,7 +120,7 @@ def _draw_heldout(axes: Axes, runs: Sequence[History], title: str, form: str) ->
 
 
 def _draw_kinds(axes: Axes, runs: Sequence[History], title: str, kinds: dict[str, str]) -> None:
-    """Draw several metrics, `kinds` maps each to its label; colours distinguish them for one run, else dashes."""
+    """Draw the metrics in `kinds` (metric -> label). Colors distinguish a single run's metrics, else dashes do."""
     axes.set_title(title)
     for index, run in enumerate(runs):
         for number, (name, label) in enumerate(kinds.items()):
@@ -151,7 +151,7 @@ def _draw_grad_norm(axes: Axes, runs: Sequence[History]) -> None:
 
 
 def _draw_time(axes: Axes, runs: Sequence[History]) -> None:
-    """Draw the seconds of a step. One run is drawn by part, with parts below 2 % in `other`."""
+    """Draw how long each step took. A single run is drawn by part, with parts below 2 % in `other`."""
     axes.set_title("seconds per step")
     step = runs[0].series("time/step_s")
     if len(runs) > 1 or not step:
@@ -188,7 +188,7 @@ def _draw_metric(axes: Axes, runs: Sequence[History], name: str, label: str | No
 
 
 def _draw_curve(axes: Axes, series: Series, colour: str, label: str | None = None, style: object = "-") -> None:
-    """Draw the running mean, with thin raw values behind it where there are enough to be noisy."""
+    """Draw the running mean, and behind it thin raw values if there are enough to be noisy."""
     window = len(series.values) // 25
     if window >= 2:
         axes.plot(series.steps, series.values, color=colour, lw=0.8, alpha=0.25)
@@ -205,7 +205,7 @@ def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def _colour(index: int, count: int = 1) -> Any:
-    """Return the colour of a curve among `count`, all of them distinct."""
+    """Return the color of curve `index`. All `count` curves have distinct colors."""
     if count <= len(PALETTE):
         return PALETTE[index % len(PALETTE)]
     from matplotlib import colormaps
@@ -221,7 +221,7 @@ def _percent_axis(axes: Axes) -> None:
 
 
 def _wide_axis(axes: Axes) -> None:
-    """Use a logarithmic axis for values over a factor of 30, else start at 0. A KL of few tokens can be below 0."""
+    """Use a logarithmic axis if values span a factor above 30, else start at 0. A KL over few tokens can be below 0."""
     values = np.concatenate([line.get_ydata() for line in axes.lines] or [[]])
     positive = values[values > 0]
     if len(positive) and positive.max() > 30 * positive.min():

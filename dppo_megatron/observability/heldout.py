@@ -1,4 +1,4 @@
-"""Chooses the scores of held-out sets, and writes them in words, for logs, terminal, report and curves."""
+"""Selects held-out scores and describes them in words, for logs, terminal, report and curves."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 from dppo_megatron.config.task import HELDOUT
 
 _RIGHT = re.compile(r"eval/(?:([^/]+)/)?(accuracy|avg@[0-9]+)")
-_EQUAL = 1e-6  # a mean of fp32 rewards of 0 and 1 and the share of right answers differ by less
+_EQUAL = 1e-6  # the mean of fp32 rewards 0 and 1 differs by less from the share of right answers
 
 
 def heldout_scores(records: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the names of the held-out scores in a run's records, each with a label; data.eval comes first.
+    """Return metric -> label for the held-out scores in a run's records; data.eval comes first.
 
-    A set has the share of right answers, and the mean reward if it differs, as a graded reward does. A share that is
-    always 0 is left out if a mean reward is above 0: no answer reaches `pass_reward`.
+    Each set has a share of right answers. With a graded reward, the mean reward differs and is added. A share that is
+    always 0 is left out if a mean reward is above 0, because no answer reaches `pass_reward`.
     Example: {"eval/accuracy": "accuracy", "eval/math/avg@4": "math avg@4", "eval/math/reward_mean": "math reward"}.
     """
-    highest: dict[str, dict[str, float]] = {}  # share of right answers -> the highest value of it and of its reward
+    highest: dict[str, dict[str, float]] = {}  # share of right answers -> highest share, highest reward
     for record in records:
         for name in record:
             if (match := _RIGHT.fullmatch(name)) and record[name] is not None:
@@ -38,12 +38,12 @@ def heldout_scores(records: Iterable[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def score_format(name: str) -> str:
-    """Return the format of a score: a mean reward is a number, every other one a share."""
+    """Return the format of a score: a number for a mean reward, a percentage for every other score."""
     return ".3f" if name.endswith("reward_mean") else ".1%"
 
 
 def describe(name: str, metrics: Mapping[str, float], first: Mapping[str, float] | None = None) -> str:
-    """Return the result of a set in one line, with the change since the result `first`.
+    """Describe the result on a held-out set in one line, with the change since the result `first`.
 
     Example: `130 (+12) of 500 right`, and with a graded reward `0 of 64 right, mean reward 0.015`.
     """
@@ -57,7 +57,7 @@ def describe(name: str, metrics: Mapping[str, float], first: Mapping[str, float]
     share = next(score for score in now if score == "accuracy" or re.fullmatch(r"avg@\d+", score))
     graded = abs(now.get("reward_mean", now[share]) - now[share]) > _EQUAL
     reward = [f"mean reward {shown('reward_mean', '.3f')}"] if graded else []
-    if name == HELDOUT and not now.get("prompts"):  # of another version
+    if name == HELDOUT and not now.get("prompts"):  # written by another version
         return ", ".join([f"accuracy {shown('accuracy', '.1%')}", *reward])
     if name == HELDOUT:
         return ", ".join([f"{shown('accuracy', '.0f', now['prompts'])} of {now['prompts']:.0f} right", *reward])

@@ -1,4 +1,4 @@
-"""Reads the settings and the metrics by step of a finished or running run."""
+"""Reads the settings and per-step metrics of a finished or running run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ReportError(ExpectedError, ValueError):
 
 
 class Series(NamedTuple):
-    """Contains the values of one metric, over the steps that recorded a finite one."""
+    """Contains a metric's values at the steps that recorded a finite value."""
 
     steps: tuple[int, ...]
     values: tuple[float, ...]
@@ -53,15 +53,15 @@ class Series(NamedTuple):
 class History:
     """Contains the records of one run.
 
-    `rows` maps each step to its metrics, for example {3: {"train/loss": 0.2}}. `config` is the resolved config as plain
-    YAML, which may be from another version of the package.
+    `rows` maps steps to metrics, for example {3: {"train/loss": 0.2}}. `config` is the resolved config as plain YAML,
+    possibly from another version of the package.
     """
 
     label: str
     config: dict[str, Any]
     rows: dict[int, dict[str, float | None]]
-    times: tuple[float, ...]  # Unix seconds of the records, in the order of the file
-    masked: tuple[dict[str, Any], ...] = ()  # the most masked tokens of each step
+    times: tuple[float, ...]  # Unix seconds of the records, in file order
+    masked: tuple[dict[str, Any], ...] = ()  # most masked tokens per step
 
     def series(self, name: str) -> Series:
         points = {step: value for step, row in sorted(self.rows.items()) if (value := row.get(name)) is not None}
@@ -85,7 +85,7 @@ class History:
 
 
 def load_history(run_dir: Path, label: str) -> History:
-    """Read the metrics and settings of a run. Raises ReportError when the run has recorded nothing."""
+    """Read a run's metrics and settings. Raises ReportError if the run has recorded nothing."""
     run, times = RunDir(run_dir), []
     rows: dict[int, dict[str, float | None]] = {}
     for record in read_metrics(run.metrics):
@@ -109,7 +109,7 @@ def read_settings(run_dir: Path) -> dict[str, Any]:
 
 
 def labels(run_dirs: Sequence[Path]) -> list[str]:
-    """Return the directory names, each with as many parent directories as make the labels unique.
+    """Return the directory names, with as many parent directories as make them unique.
 
     Example: sweep/a/run and sweep/b/run get the labels a/run and b/run.
     """

@@ -1,4 +1,4 @@
-"""Writes one plain log file per process, and reads its end when the process has died."""
+"""Writes a plain log file per process, and reads the last lines when a process has died."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SERVER_START = "starting the server of node"  # an engine's log also contains th
 SERVER_READY = "answers at"
 SERVER_STOP = "asks the server to end"  # later lines are not errors
 _PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?((ERROR|CRITICAL) [^\]]*\] )?")  # prefix of lines from vLLM's processes
-# Also our own exceptions, such as NoReward, whose names are of several words.
+# Also exceptions of this package with names of several words, such as NoReward.
 _EXCEPTION = re.compile(r"^[\w.]*(Error|Exception|Timeout)\b|^(\w+\.)*([A-Z][a-z]+){2,}(?<!Warning): |^\S+: error: ")
 _CONSEQUENCE = re.compile(
     r"root cause|^(EngineStart|EngineDead|BrokenPipe|ConnectionReset|Cancelled)Error|^ServiceTimeout"
@@ -41,8 +41,9 @@ _TALKATIVE = ("httpx", "httpcore", "megatron")  # they log a line per request or
 def setup_logging(process_name: str, run_dir: Path) -> None:
     """Send this process's log records to RUN/logs/<process_name>.log. Call it early.
 
-    stderr gets all records too if it is a terminal, and otherwise only warnings, unless it is the log file itself.
-    Uncaught exceptions of any thread and fatal signals (segmentation fault, abort) leave their traceback in the log.
+    A terminal on stderr gets all records too. Any other stderr gets only warnings, or nothing if it is the log file
+    itself. An uncaught exception in any thread or a fatal signal (segmentation fault, abort) writes a traceback to the
+    log.
     """
     path = run_dir / "logs" / f"{process_name}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +65,7 @@ def setup_logging(process_name: str, run_dir: Path) -> None:
 
 
 def append_line(path: str | Path, text: str) -> None:
-    """Append one line with the time of day, for a process that logs too rarely to keep its file open."""
+    """Append a line with date and time, for a process that logs too rarely to keep a file open."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
@@ -72,10 +73,9 @@ def append_line(path: str | Path, text: str) -> None:
 
 
 def last_lines(path: str | Path, n: int = 20) -> list[str]:
-    """Return the last `n` lines with text, without control codes, or no lines without a file.
+    """Return the last `n` lines with text, without control codes; an empty list if there is no file.
 
-    Reads only the end of the file, at most 4 MiB. Of a line that is redrawn with carriage returns (a progress bar), the
-    last state is returned.
+    Reads at most the last 4 MiB. If carriage returns redraw a line (a progress bar), only the last state is returned.
     """
     try:
         if not Path(path).is_file():  # opening a pipe would block
@@ -92,7 +92,7 @@ def last_lines(path: str | Path, n: int = 20) -> list[str]:
 def root_cause(path: Path) -> str | None:
     """Return the last exception in a log as `TEXT (PATH, line N)`, or None without an exception.
 
-    Exceptions that only report the failure of another process are skipped, as are those of earlier servers.
+    Skips exceptions of earlier servers, and exceptions that only report the failure of another process.
     """
     text, at = "", 0
     if not path.is_file():
@@ -104,7 +104,7 @@ def root_cause(path: Path) -> str | None:
                 text = ""
             elif _EXCEPTION.match(line) and not _CONSEQUENCE.search(line):
                 text, at = line, number
-            elif text and number <= at + 2 and line.startswith("  ") and 'File "' not in line:  # its next lines
+            elif text and number <= at + 2 and line.startswith("  ") and 'File "' not in line:  # continues the message
                 text += f" {line.strip()}"
     hint = " (here: engine.kv_cache_bytes, engine.max_model_len)" if _CACHE.search(text) else ""
     return f"{bounded(text, 1000)}{hint} ({path}, line {at})" if text else None
@@ -113,7 +113,7 @@ def root_cause(path: Path) -> str | None:
 def last_error(lines: Sequence[str]) -> str | None:
     """Return the last line that looks like an error.
 
-    Errors of a server that was asked to end are ignored, and those of a start after which the server answered.
+    Ignores errors from a server that was asked to end, and errors from a start after which the server answered.
     """
     error, previous_error, ends = None, None, False
     for line in lines:
@@ -128,17 +128,17 @@ def last_error(lines: Sequence[str]) -> str | None:
 
 
 class NewErrors:
-    """Finds errors that appear in a run's logs from now on. Lines of earlier attempts are ignored."""
+    """Finds errors that appear in a run's logs from now on. Ignores the lines of earlier attempts."""
 
     def __init__(self, logs: Path):
         self._logs = logs
         self._sizes = {path: path.stat().st_size for path in logs.glob("*.log")}
 
     def first_of(self, step: str) -> str | None:
-        """Return the last error line of the log of `step`, or of its rank that failed first.
+        """Return the last error line in the log of `step`, or in the log of the rank that failed first.
 
-        When one rank fails, the other ranks report errors later. So among the logs with errors, the failed rank's log
-        has the oldest last write.
+        When a rank fails, the other ranks report errors later. So among the logs with errors, the failed rank's log has
+        the oldest modification time.
         """
         logs = [path for names in ("", "-*", ".*") for path in self._logs.glob(f"{step}{names}.log")]
         for log in sorted(logs, key=lambda path: path.stat().st_mtime):
@@ -153,14 +153,14 @@ class NewErrors:
 
 
 class Warnings:
-    """Collects new warnings in the logs of processes, each text once, regardless of the numbers in it."""
+    """Collects new warnings from process logs. Warnings that differ only in numbers are collected once."""
 
     def __init__(self, logs: Iterable[Path]):
         self._offsets = {log: log.stat().st_size if log.is_file() else 0 for log in logs}
         self._kinds: set[str] = set()
 
     def poll(self) -> list[str]:
-        """Return `PROCESS warns: TEXT` for new warnings, `MOST_WARNINGS` in all. An idle call costs a `stat`."""
+        """Return `PROCESS warns: TEXT` for new warnings, at most `MOST_WARNINGS` in all. Idle calls cost a `stat`."""
         warnings = []
         for log, offset in self._offsets.items():
             if not log.is_file() or log.stat().st_size <= offset:
@@ -178,7 +178,7 @@ class Warnings:
 
 
 def plain_text(text: str) -> str:
-    """Return one line of foreign output without colours, control characters and trailing blanks."""
+    """Return a line of another program's output without colors, control characters and trailing blanks."""
     visible = text.rstrip("\r\n ").rsplit("\r", 1)[-1]
     return _CONTROL.sub("", visible).rstrip()
 

@@ -20,8 +20,9 @@ MOST = 10
 class MaskedTokenLog:
     """Appends `{"step", "masked", "tokens": [{"id", "text", "count", "share"}, ...]}` for steps with masked tokens.
 
-    `masked` counts all masked tokens of the step. `tokens` are the ten ids masked most, in descending order, each with
-    its share of all masked tokens. `decode` returns the text of a token id.
+    masked: number of masked tokens in the step.
+    tokens: the ten most masked ids, in descending order; `share` is the share of all masked tokens.
+    decode: returns the text of a token id.
     """
 
     def __init__(self, run_dir: Path, decode: Callable[[int], str], resume_step: int | None):
@@ -29,7 +30,7 @@ class MaskedTokenLog:
         self._decode = decode
 
     def log(self, step: int, counts: Mapping[int, int]) -> None:
-        """Append the record of a step. `counts` maps a token id to the number of times that the step masked it."""
+        """Append a step record. `counts` maps a token id to how often the step masked the token."""
         masked = sum(counts.values())
         if not masked:
             return
@@ -61,7 +62,7 @@ class _MaskedStep:
 
 
 def masked_rows(records: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Return rank -> token, count and share in the run, summed over the ten recorded tokens of each step.
+    """Return rank -> token, count and share in the run, summed over the ten tokens that each step recorded.
 
     Example: {"1": "' the' 1,204 (12.0%)"}.
     """

@@ -1,17 +1,19 @@
 """Lists the metrics of every run with unit and meaning.
 
-A record is one line of metrics.jsonl: `step`, `time` (Unix seconds) and any of these metrics. An objective may add
-metrics, see `objectives`. A step has a record of the orchestrator, about sampling, and one of the trainer. A
-step that an earlier attempt began to sample has no record about sampling. With several rewards, `reward/NAME` is the
-mean of each over the samples scored since the previous record; with stale rollouts some belong to another step.
-`reward/failed_REASON` counts samples without a reward, `environment/failed_REASON` trajectories with an environment
-that raised, timed out or died. `teacher/NAME/kl` and `teacher/NAME/tail_mass` are computed for a teacher on the sampled
-tokens, see docs/distillation.md.
+A record is a line of metrics.jsonl: `step`, `time` (Unix seconds) and any of these metrics. An objective may add
+metrics, see `objectives`. Each step has an orchestrator record about sampling and a trainer record. The orchestrator
+record is missing if an earlier attempt began to sample the step.
 
-Trained tokens carry loss in the step's updates. Without a KL or an entropy bonus these are the tokens of responses with
-an advantage. Other tokens are not computed.
+- `reward/NAME`: with several rewards, the mean of reward NAME over the samples scored since the previous record. With
+  stale rollouts, some of these samples belong to another step.
+- `reward/failed_REASON`: number of samples without a reward.
+- `environment/failed_REASON`: number of trajectories with an environment that raised, timed out or died.
+- `teacher/NAME/kl`, `teacher/NAME/tail_mass`: computed for teacher NAME on sampled tokens, see docs/distillation.md.
 
-A set NAME of `eval.sets` with n answers to a prompt has metrics `eval/NAME/...`: `avg@n` (share of right answers),
+Trained tokens carry loss in the step's updates. Without a KL or an entropy bonus, these are the tokens of responses
+with an advantage. Other tokens are not computed.
+
+A set NAME of `eval.sets` with n answers per prompt has metrics `eval/NAME/...`: `avg@n` (share of right answers),
 `avg@n_stderr` (clustered by prompt), `pass@k`, `maj@n`, `reward_mean`, `failed_share` (not graded, count as wrong),
 `response_tokens_mean`, `truncated_share`, `prompts`, `version_spread`, `seconds`; see docs/evaluation.md.
 """
@@ -113,7 +115,7 @@ _ROWS = (
     ("drafts/accepted_per_step", "tokens", "drafted tokens that were sampled, per sample and step with drafts"),
     ("drafts/saved_share", "share", "response tokens that needed no decoding step of their own"),
     ("time/step_s", "s", "wall time of the step"),
-    # parts of the step are disjoint; the rest of time/step_s is "other"
+    # step parts are disjoint; the rest of time/step_s is "other"
     ("time/wait_s", "s", "part of the step: waiting for its rollouts"),
     ("time/read_s", "s", "part of the step: reading and packing its rollouts"),
     ("time/recompute_s", "s", "part of the step: old log-probs, by the weights the step starts from"),
@@ -145,7 +147,7 @@ PUBLISH_PARTS = tuple(name for name, _, meaning in _ROWS if meaning.startswith("
 
 
 def evaluated_sets(record: Mapping[str, Any]) -> set[str]:
-    """Return the names of the evaluated sets in a record; `heldout` is the set of data.eval.
+    """Return the names of the sets that a record evaluates; `heldout` is the data.eval set.
 
     Example: eval/accuracy and eval/math/avg@4 give {"heldout", "math"}.
     """
@@ -154,5 +156,5 @@ def evaluated_sets(record: Mapping[str, Any]) -> set[str]:
 
 
 def is_step_record(record: Mapping[str, Any]) -> bool:
-    """Return whether this is the record of a training step, not of an evaluation, engine timing or weight check."""
+    """Return whether a record is from a training step, not from an evaluation, engine timing or weight check."""
     return any(name == "time/step_s" or name.startswith("train/") for name in record)

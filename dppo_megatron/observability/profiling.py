@@ -1,4 +1,4 @@
-"""Measures named parts of a step, marks them for profilers, and writes traces of chosen steps."""
+"""Times named step parts, marks them for profilers, and writes traces of chosen steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dppo_megatron.config.schema import ProfileConfig
 
 log = logging.getLogger(__name__)
 
-EVENTS = 200_000  # of the allocator in a memory snapshot
+EVENTS = 200_000  # allocator events in a memory snapshot
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Phase:
 
 @contextmanager
 def phase(name: str) -> Iterator[Phase]:
-    """Time a part of a step and set `seconds` at its end. It is a range in torch's profiler and, on CUDA, in NVTX."""
+    """Time a step part and set `seconds` when it ends. Marks a range in torch's profiler and, on CUDA, in NVTX."""
     part, started = Phase(), time.perf_counter()
     with (
         in_phase(name),
@@ -39,7 +39,7 @@ def phase(name: str) -> Iterator[Phase]:
 
 
 class StepProfiler:
-    """Writes `directory`/step_N_rank_R.json.gz, a Chrome trace, for chosen steps on chosen ranks."""
+    """Writes Chrome traces, `directory`/step_N_rank_R.json.gz, for chosen steps on chosen ranks."""
 
     def __init__(self, settings: ProfileConfig, directory: Path, rank: int):
         self._steps = settings.steps if rank in settings.ranks else ()
@@ -58,7 +58,7 @@ class StepProfiler:
             self._running[1].start()
 
     def end(self) -> None:
-        """Write the records since `begin`, if any. A file that cannot be written does not stop the run."""
+        """Write the trace since `begin`, if it started one. A failed write does not stop the run."""
         if self._running is None:
             return
         (step, trace), self._running = self._running, None

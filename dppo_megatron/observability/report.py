@@ -1,4 +1,4 @@
-"""Writes the report of a run, or of several side by side: a table on the console, report.md and curves.png."""
+"""Writes a report on a run, or on several side by side: a console table, report.md and curves.png."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .logs import duration
 from .masked_tokens import masked_rows
 from .names import PUBLISH_PARTS, STEP_PARTS
 
-Rows = dict[str, list[str]]  # quantity -> its value in each run
+Rows = dict[str, list[str]]  # quantity -> value in each run
 
 NONE = "-"
 _LONGEST_CELL = 400  # bytes
 _SIZES = {"TP": "tensor", "PP": "pipeline", "VPP": "virtual_pipeline", "CP": "context", "EP": "expert"}
-_PRINTED = 15  # rows of the table in a terminal
+_PRINTED = 15  # table rows in a terminal
 _MAIN = ("method", "steps", "held-out", "reward", "turns, ", "masked share", "mismatch KL", "grad norm",
          "learning rate", "response tokens", "tokens/s", "seconds per step", "time in steps", "loss")  # fmt: skip
 _FAILURES = ("skipped updates", "failed rewards", "failed trajectories")
@@ -44,10 +44,11 @@ Most masked tokens are counted from the ten of each step, with their share of al
 def write_report(
     runs: Path | str | Sequence[Path | str], out: Path | str | None = None, *, console: Console | None = None
 ) -> Path:
-    """Print the main rows, write report.md with all of them and curves.png, and return the path of report.md.
+    """Print the main rows, write report.md with all rows and curves.png, and return the report.md path.
 
-    `out` defaults to RUN/report for one run, and for several to a new directory `comparison-N` next to the first. Three
-    and more runs are printed one in a row. They may be in progress. Raises ReportError for a run without metrics.
+    `out` defaults to RUN/report for a single run, and for several runs to a new directory `comparison-N` next to the
+    first run. For three or more runs, the table has a row per run. Runs may be in progress. Raises ReportError for a
+    run without metrics.
     """
     run_dirs = [Path(runs)] if isinstance(runs, str | Path) else [Path(run) for run in runs]
     if not run_dirs:
@@ -77,12 +78,12 @@ def write_report(
 
 
 def window(runs: Sequence[History]) -> int:
-    """Return the number of first and last steps that the table averages, the same for all runs of a comparison."""
+    """Return how many first and last steps the table averages. All runs in a comparison use this number."""
     return max(1, min(10, *(len(run.steps) // 4 for run in runs)))
 
 
 def summary_rows(run: History, window_size: int | None = None) -> dict[str, str]:
-    """Return quantity -> value in the order of the table. `window_size` is the `window`, by default that of the run."""
+    """Return quantity -> value in table order. `window_size` defaults to the `window` of this run."""
     window_size = window_size or window([run])
     return {**_method(run), **_result(run, window_size), **_health(run, window_size), **_cost(run)}
 
@@ -96,7 +97,7 @@ def objective_settings(run: History) -> Any | None:
 
 
 def time_rows(run: History) -> dict[str, str]:
-    """Return part of the step -> seconds of a mean step and share of all steps."""
+    """Return step part -> mean seconds per step, and share of the total step time."""
     steps = run.series("time/step_s")
     if not steps:
         return {}
@@ -149,11 +150,11 @@ def _objective(run: History) -> Any | None:
 
 
 def _in_words(run: History) -> str:
-    """Describe the method in short, or its settings if this installation does not have the objective."""
+    """Describe the method briefly, or list the settings if this installation does not have the objective."""
     try:
         words = _objective(run).describe().partition("\n")[0]  # type: ignore[union-attr]
         return words.removeprefix(f"objective {run.setting('objective.name', str)}: ")
-    except Exception:  # the same
+    except Exception:  # as in `_objective`
         settings = run.setting("objective.settings", dict) or {}
         return ", ".join(f"{key} {value}" for key, value in settings.items()) or NONE
 
@@ -251,7 +252,7 @@ _TABLES: tuple[tuple[str, str, Callable[[History], Mapping[str, str]]], ...] = (
 
 
 def _side_by_side(histories: Sequence[History], rows_of: Callable[[History], Mapping[str, str]]) -> Rows:
-    """Join the rows of all runs, without quantities that no run has."""
+    """Join the rows of all runs, and drop quantities that no run has."""
     columns = [dict([bounded(text, _LONGEST_CELL) for text in row] for row in rows_of(h).items()) for h in histories]
     keys = list(dict.fromkeys(key for column in columns for key in column))
     rows = {key: [column.get(key, NONE) for column in columns] for key in keys}
@@ -266,7 +267,7 @@ def _main_rows(rows: Rows) -> Rows:
 
 
 def _overview(runs: Sequence[History], num_steps: int) -> Rows:
-    """Return the main columns of a comparison, without columns that no run has; a title may have two lines."""
+    """Return the main comparison columns, without columns that no run has; a title may have two lines."""
     scores = heldout_scores(row for run in runs for row in run.rows.values())
     rewarded = any(run.series("rollout/reward_mean") for run in runs)
     metric, word, form = ("rollout/reward_mean", "reward", ".3f") if rewarded else ("train/loss", "loss", ".2g")
@@ -288,7 +289,7 @@ def _last(run: History, name: str) -> str:
 
 
 def _table(head: Sequence[str], rows: Rows, width: int) -> Table:
-    """Return a table in which lines break only between words. A narrow terminal gets fewer columns, and short names."""
+    """Return a table that breaks lines only between words. A narrow terminal gets fewer columns, and short names."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     columns = [head[1:], *rows.values()]
     longest = [max(len(word) for cells in columns for word in cells[i].split()) for i in range(len(head) - 1)]
@@ -309,7 +310,7 @@ def _markdown(head: Sequence[str], rows: Rows) -> str:
 
 
 def as_text(text: str) -> str:
-    """Return `text` as one line of Markdown without HTML, links, images, emphasis, code or table cells."""
+    """Return `text` as a line of Markdown without HTML, links, images, emphasis, code or table cells."""
     words = " ".join(html.escape(text, quote=False).split())
     escaped = re.sub(r"[\\`*~$|\[\]]|(?<![^\W_])_|_(?![^\W_])|(?<=www)\.|:(?=//)", r"\\\g<0>", words)
     return f"&nbsp;&nbsp;{escaped}" if text.startswith(" ") else escaped  # leading blanks mean "of which"

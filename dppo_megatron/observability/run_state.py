@@ -1,4 +1,4 @@
-"""Answers "what is this run's state?" from its directory, for `status`, `doctor` and `view`, and records its end."""
+"""Reads a run's state from the run directory, for `status`, `doctor` and `view`, and records starts and ends."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ _AFTER: dict[str, Kind] = {
 
 @dataclass(frozen=True, slots=True)
 class RunAttempt:
-    """The last start or end in restarts.jsonl, of `train` or of a job."""
+    """Contains a start or end that `train` or a job recorded in restarts.jsonl."""
 
     time: float = 0.0
     event: str = ""
     cause: str = ""
-    host: str = ""  # empty in the records of jobs
+    host: str = ""  # empty in job records
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """The heartbeat of a trainer rank, see `common/heartbeat.py`."""
+    """Contains a trainer rank's heartbeat, see `common/heartbeat.py`."""
 
     rank: int
     host: str
     pid: int
     phase: str
     step: int
-    since: float  # time of the last progress
+    since: float  # when it last made progress
     time: float
     call: str
-    waits: bool  # for other ranks
+    waits: bool  # whether it waits for other ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,32 +57,32 @@ class RunState:
     reason: str = ""  # the awaited event, or the cause of the end
 
     def __str__(self) -> str:
-        """Return for example `died at step 3: trainer-1: killed by SIGKILL`."""
+        """Describe the state in words, for example `died at step 3: trainer-1: killed by SIGKILL`."""
         at = f" at step {self.step}" if self.kind in ("running", "died", "paused", "finished") else ""
         return f"{self.kind}{at}" + (f": {self.reason}" if self.reason else "")
 
 
 def record_attempt(run: RunDir, event: str, cause: str) -> None:
-    """Append the start or end of an attempt on this machine to restarts.jsonl, in which jobs record theirs."""
+    """Append the start or end of an attempt on this machine to restarts.jsonl. Jobs append to this file as well."""
     with contextlib.suppress(OSError):  # a full disk must not hide the cause
         about = {"cause": cause, "step": run.checkpoint_step, "host": socket.gethostname()}
         append_json_line(run.restarts, {"time": time.time(), "event": event} | about)
 
 
 def run_state(run: RunDir) -> RunState:
-    """Return the state of a running or ended run. Asks no process."""
+    """Return the state of a running or ended run, from files and locks only."""
     last = ([RunAttempt(), *records_as(RunAttempt, read_records(run.restarts))])[-1]
     steps = list(filter(is_step_record, read_metrics(run.metrics, sparse)))
     step, beats = steps[-1]["step"] if steps else 0, heartbeats(run)
     if last.event in _AFTER:
         return RunState(_AFTER[last.event], step, last.cause)
-    elsewhere = last.host != socket.gethostname()  # a file system may have locks within each machine only
+    elsewhere = last.host != socket.gethostname()  # file locks may work only within a machine
     alive = elsewhere and any(time.time() - beat.time < LATE_S for beat in beats)
     if not alive and not FileLock.is_held(run.lock):
-        if last.event:  # the start of an attempt
+        if last.event:  # an attempt started
             host = last.host or "a node"
             return RunState("died", step, f"the launcher on {host} was killed, its machine failed, or its disk is full")
-        if run.final_model.exists() or not (steps or run.logs.is_dir()):  # of a version that recorded no attempts
+        if run.final_model.exists() or not (steps or run.logs.is_dir()):  # from a version that recorded no attempts
             return RunState("finished" if run.final_model.exists() else "new", step)
         logs = sorted(run.logs.glob("*.log"), key=lambda log: log.stat().st_mtime)  # a failed process writes first
         cause = next(filter(None, map(root_cause, logs)), None)
@@ -101,7 +101,7 @@ def run_state(run: RunDir) -> RunState:
 
 
 def heartbeats(run: RunDir) -> list[Beat]:
-    """Return the heartbeats of the trainer's ranks, in rank order, without any that is written at this moment."""
+    """Return the heartbeats of all trainer ranks, in rank order. Skips a heartbeat that is being written."""
     beats: list[Beat] = []
     for path in run.heartbeats.glob("trainer-*"):
         with contextlib.suppress(OSError):
@@ -111,11 +111,11 @@ def heartbeats(run: RunDir) -> list[Beat]:
 
 
 class HeartbeatReader:
-    """Reads a run's heartbeats often, and dates each by this machine's clock: clocks of nodes may differ."""
+    """Reads a run's heartbeats often, and dates them by this machine's clock, because node clocks may differ."""
 
     def __init__(self, run: RunDir):
         self._run = run
-        self._dates: dict[int, tuple[float, float]] = {}  # rank -> time in the newest heartbeat, time of its first read
+        self._dates: dict[int, tuple[float, float]] = {}  # rank -> time in the newest heartbeat, when it was first read
 
     def read(self) -> list[Beat]:
         beats = heartbeats(self._run)
@@ -127,13 +127,13 @@ class HeartbeatReader:
 
 
 def hang(beats: Sequence[Beat], now: float, longest_s: float = LATE_S) -> str:
-    """Name the ranks that wrote no heartbeat for `longest_s`, else those without progress on which others wait.
+    """Name the ranks without a heartbeat for `longest_s`, else the ranks without progress that others wait for.
 
-    In the phase `wait` rank 0 waits for engines and rollouts, which have limits of their own.
+    In phase `wait`, lack of progress does not count: rank 0 waits for engines and rollouts, which have other limits.
     """
     silent = [beat for beat in beats if now - beat.time > longest_s]
     waiting = [beat for beat in beats if beat not in silent and (silent or beat.waits)]
-    # A stopped rank is no busy one, although its phase began before its last heartbeat: it is silent a little later.
+    # A stopped rank is not busy, although the phase began before the last heartbeat: it becomes silent a little later.
     fresh = [beat for beat in beats if now - beat.time <= longest_s / 2]
     busy = [beat for beat in fresh if not beat.waits and beat.phase != "wait" and waiting]
     late = silent or [beat for beat in busy if now - beat.since > longest_s]

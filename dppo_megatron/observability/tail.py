@@ -1,4 +1,4 @@
-"""Appends to the JSONL files of a run, and reads them while another process may append."""
+"""Appends to a run's JSONL files, and reads them while another process may append."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-Select = Callable[[Iterable[bytes]], Iterable[bytes]]  # chooses lines, because parsing takes 20 x the time of reading
+Select = Callable[[Iterable[bytes]], Iterable[bytes]]  # chooses lines, because parsing is 20 x slower than reading
 
 BEGINNING, NEWEST = 100, 250  # lines, and steps
 _REWARD = re.compile(rb'"rollout/reward_mean": ([-+.\deE]+)')
 _STEP = re.compile(rb'\{"step": (\d{1,10})[,}].*\}\n?', re.DOTALL)
 _MOST_STEPS = 10**9
 _LATEST = 1e11  # Unix seconds: year 5138
-_LARGEST = 1e38  # limit of a number in float32
+_LARGEST = 1e38  # limit for a float32 number
 
 
 class JsonlFollower:
-    """Reads the records of metrics appended since the last call. An idle call costs one `stat`.
+    """Reads the metric records appended since the last call. An idle call costs one `stat`.
 
-    A line without its newline waits for the next call. A file that was replaced or cut (a resumed run removes the steps
-    that it repeats) is read again from the start and reported as `restarted`. `select` chooses the lines of each call
+    A line without a newline waits for the next call. A file that was replaced or cut (a resumed run removes the steps
+    that it repeats) is read again from the start and reported as `restarted`. `select` chooses the lines in each call
     that reads from the start.
     """
 
     def __init__(self, path: str | Path, select: Select = iter):
         self.path = Path(path)
         self._select = select
-        self._file: BinaryIO | None = None  # stays open, so a replacement cannot reuse its inode
+        self._file: BinaryIO | None = None  # stays open, so a replacement cannot reuse the inode
         self._offset = 0
 
     def poll(self) -> tuple[list[dict[str, Any]], bool]:
-        """Return the new records, and whether they begin at the start of a file that was replaced or cut."""
+        """Return the new records, and whether the file was replaced or cut, so that they begin at its start."""
         try:
             status = os.stat(self.path)
         except OSError:
@@ -92,14 +92,14 @@ class JsonlFollower:
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:
-    """Return all complete records of a file. Raises the error of `each_record`."""
+    """Return all complete records in a file. Raises `DamagedFile` like `each_record`."""
     return list(each_record(path))
 
 
 def each_record(path: str | Path, select: Select = iter) -> Iterator[dict[str, Any]]:
-    """Yield the complete records of a file in the lines that `select` chooses, or none if it does not exist.
+    """Yield the complete records in the lines that `select` chooses, or none if the file does not exist.
 
-    Ignores an incomplete last line. Raises `DamagedFile` if the path is not a regular file.
+    Ignores an incomplete last line. Raises `DamagedFile` if the path is not a regular file or cannot be read.
     """
     try:
         if is_irregular(path):  # reading a pipe or device may not end
@@ -113,20 +113,20 @@ def each_record(path: str | Path, select: Select = iter) -> Iterator[dict[str, A
 
 
 def read_metrics(path: str | Path, select: Select = iter) -> list[dict[str, Any]]:
-    """Return the metrics in a file: `metrics_of` applied to its records."""
+    """Return the metrics in a file: apply `metrics_of` to all records."""
     return list(metrics_of(each_record(path, select)))
 
 
 def sparse(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the lines of a long run that its readers need, in their order.
+    """Yield the lines that readers of a long run need, in file order.
 
-    These are all lines from the NEWEST-th newest step on, and of the earlier ones the first BEGINNING lines,
-    evaluations, which have records of their own, and steps with a new lowest or highest mean reward.
+    These are all lines from the NEWEST-th newest step on. Earlier lines are reduced to the first BEGINNING lines,
+    evaluations (in separate records), and steps with a new lowest or highest mean reward.
     """
     last: deque[tuple[bytes, bool]] = deque()
     steps, earlier, lowest, highest = 0, 0, math.inf, -math.inf
     for new in lines:
-        last.append((new, b'"train/' in new or b'"time/step_s"' in new))  # `is_step_record`, before it is parsed
+        last.append((new, b'"train/' in new or b'"time/step_s"' in new))  # `is_step_record` before parsing
         steps += last[-1][1]
         while steps > NEWEST:
             line, is_step = last.popleft()
@@ -141,17 +141,17 @@ def sparse(lines: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def has_evaluation(line: bytes) -> bool:
-    return b'"eval/' in line[:100]  # after step and time; a search in all of a step's line would take 2 us
+    return b'"eval/' in line[:100]  # after step and time; searching a whole step line takes 2 us
 
 
 def evaluated(path: str | Path) -> set[tuple[int, str]]:
-    """Return the step and the set of each evaluation in a file."""
+    """Return (step, set) for every evaluation in a file."""
     records = read_metrics(path, lambda lines: filter(has_evaluation, lines))
     return {(record["step"], name) for record in records for name in evaluated_sets(record)}
 
 
 def records_as(kind: type[T], records: Iterable[Mapping[str, Any]]) -> list[T]:
-    """Return the records that have the fields of a dataclass. Skip other records, which a crash may leave."""
+    """Parse the records that have the fields of dataclass `kind`. Skips other records, which a crash may leave."""
     instances = []
     for record in records:
         with contextlib.suppress(ValidationError):
@@ -161,10 +161,10 @@ def records_as(kind: type[T], records: Iterable[Mapping[str, Any]]) -> list[T]:
 
 
 def metrics_of(records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the records with an integer `step`, each with its `time` and numbers. A non-finite number becomes None.
+    """Yield `step`, `time` and numbers of the records with an integer `step`. A non-finite number becomes None.
 
-    Other values, which a damaged file may contain or another program may write, are left out, because readers compute
-    with all values.
+    Other values may come from a damaged file or another program. They are left out, because readers compute with all
+    values.
     """
     return (_numbers_of(r) for r in records if type(r.get("step")) is int and 0 <= r["step"] <= _MOST_STEPS)
 
@@ -181,7 +181,7 @@ def _numbers_of(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of the lines. Skip other lines, because a crash can leave any bytes."""
+    """Yield the JSON object in each line. Skips other lines, because a crash can leave any bytes."""
     for line in lines:
         try:
             record = json.loads(line)
@@ -192,10 +192,10 @@ def parse_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 class JsonlFile:
-    """Appends records with a `step`, one a line, to a JSONL file.
+    """Appends records with a `step` to a JSONL file, one per line.
 
-    With `resume_step`, records of later steps are removed first. Otherwise an older file is renamed. Each line reaches
-    the operating system completely or is removed again, so a killed trainer loses no logged record.
+    With `resume_step`, first removes the records of later steps. Otherwise renames an older file. Each line reaches the
+    operating system completely or is removed again, so a killed trainer loses no logged record.
     """
 
     def __init__(self, path: Path, resume_step: int | None = None):
@@ -226,7 +226,7 @@ class JsonlFile:
 
 
 def _set_aside(path: Path) -> None:
-    """Rename metrics.jsonl of an earlier run to metrics.1.jsonl, .2, ..., so that two runs do not mix."""
+    """Rename an earlier run's metrics.jsonl to metrics.1.jsonl, .2, ..., so that two runs do not mix."""
     number = 1
     while (target := path.with_suffix(f".{number}{path.suffix}")).exists():
         number += 1
@@ -235,7 +235,7 @@ def _set_aside(path: Path) -> None:
 
 
 def _remove_after(path: Path, resume_step: int) -> None:
-    """Keep the lines of steps up to `resume_step`, and remove an incomplete last line."""
+    """Keep the lines up to step `resume_step`, and remove later lines and an incomplete last line."""
     with path.open("rb") as file:  # read twice, because a long run's lines take too much memory
         line_lengths = [len(line) if step_of(line) <= resume_step else 0 for line in _whole_lines(file)]
         if all(line_lengths):
@@ -251,7 +251,7 @@ def _whole_lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def step_of(line: bytes) -> float:
-    """Return the step of a line, or infinity if the line is not a record."""
+    """Return the step in a line, or infinity if the line is not a record."""
     if written := _STEP.fullmatch(line):
         return int(written[1])
     try:

@@ -1,4 +1,4 @@
-"""Writes metrics to metrics.jsonl and, on request, to TensorBoard and wandb. One rank of a run logs."""
+"""Writes metrics to metrics.jsonl and, on request, to TensorBoard and wandb. Only one rank logs."""
 
 from __future__ import annotations
 
@@ -37,11 +37,10 @@ class Tracker(Protocol):
 
 
 def build_trackers(config: Config, resume_step: int | None) -> Trackers:
-    """Open the trackers of `config.tracking` in the run directory.
+    """Open the trackers that `config.tracking` selects, in the run directory.
 
-    `resume_step` is the step of the checkpoint from which the run continues. Later records are removed, because the run
-    writes them again. None starts a new file and keeps an older metrics.jsonl under another name. Raises
-    MissingPackageError.
+    `resume_step` is the checkpoint step from which the run continues. Later records are removed, because the run writes
+    them again. None starts a new file and renames an older metrics.jsonl. Raises MissingPackageError.
     """
     if missing := missing_packages(config.tracking):
         raise MissingPackageError("; ".join(missing))
@@ -56,7 +55,7 @@ def build_trackers(config: Config, resume_step: int | None) -> Trackers:
 
 
 def missing_packages(tracking: TrackingConfig) -> list[str]:
-    """Return a line for each tracker of `tracking` with a package that is not installed."""
+    """Return a message for each enabled tracker in `tracking` that lacks a package."""
     settings = {"tensorboard": tracking.tensorboard, "wandb": tracking.wandb}
     return [
         f"tracking.{name} = {str(value).lower()}: its package is not installed; pip install {name}, or set it to "
@@ -67,7 +66,7 @@ def missing_packages(tracking: TrackingConfig) -> list[str]:
 
 
 class Trackers:
-    """Passes metrics to a required tracker, which raises its errors, and to optional trackers, which errors remove."""
+    """Passes metrics to trackers. The required tracker raises errors; an optional tracker is removed after an error."""
 
     def __init__(self, required: Tracker, optional: Sequence[Tracker] = ()):
         self._required = required
@@ -103,7 +102,7 @@ class JsonlTracker(JsonlFile):
 
 
 class TensorBoardTracker:
-    """Writes event files to `directory`. After a resume TensorBoard ignores old events of steps after `resume_step`."""
+    """Writes event files to `directory`. After a resume, TensorBoard ignores old events after step `resume_step`."""
 
     def __init__(self, directory: Path, resume_step: int | None = None):
         from torch.utils.tensorboard import SummaryWriter
@@ -120,10 +119,10 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """Logs to an open wandb run. An error of wandb is a warning and never stops or delays training.
+    """Logs to an open wandb run. A wandb error becomes a warning and never stops or delays training.
 
-    The step is a metric, so evaluations may arrive late. wandb cannot rewind a run without its server, so a step that a
-    resume repeats has both values there. metrics.jsonl has each step once.
+    The step is a metric, so evaluations may arrive late. wandb cannot rewind a run without the server, so a step that a
+    resume repeats has both values in wandb. metrics.jsonl has each step once.
     """
 
     def __init__(self, run: Any):
@@ -139,13 +138,13 @@ class WandbTracker:
 
 
 def open_wandb(config: Config, resume_step: int | None) -> WandbTracker | None:
-    """Start a wandb run, or continue the one named in RUN/wandb_id when `resume_step` is given.
+    """Start a wandb run, or continue the run named in RUN/wandb_id if `resume_step` is given.
 
     Without a login or a network, online falls back to offline with a warning. Returns None if offline fails too.
     """
     import wandb
 
-    logging.getLogger("wandb").propagate = False  # wandb has its own log; ours gets one line
+    logging.getLogger("wandb").propagate = False  # wandb writes a separate log; ours gets one line
     run_id = _run_id(config.run.dir, fresh=resume_step is None)
     modes: tuple[Literal["online", "offline"], ...] = ("online", "offline")
     for mode in modes[modes.index(config.tracking.wandb) :]:

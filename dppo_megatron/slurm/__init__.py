@@ -1,1 +1,1 @@
-"""Runs inside Slurm allocations: submits a job, drives its steps, and runs the task of each step."""
+"""Runs inside Slurm allocations: submits a job, drives the job steps, and runs the task in each step."""

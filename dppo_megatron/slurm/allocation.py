@@ -1,4 +1,4 @@
-"""Reads the allocation of this job: its id, number of restarts, and the nodes of each component."""
+"""Reads this job's allocation: job id, number of restarts, and the nodes in each component."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .queue import SlurmError, node_names
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    job_id: str  # "12", or "12_3" for a task of an array; one task of an array has the array's own number as its id
+    job_id: str  # "12", or "12_3" for an array task, because one array task's id is the array number
     restart: int  # number of times that Slurm or the job itself requeued it
-    groups: tuple[tuple[str, ...], ...]  # node names of each component; only a heterogeneous job has more than one
+    groups: tuple[tuple[str, ...], ...]  # node names by component; only a heterogeneous job has several
     gpus: int | None = None  # granted on this node, the job's first; None if Slurm counts no GPUs
 
     @property
@@ -22,12 +22,12 @@ class Allocation:
 
     @property
     def components(self) -> tuple[str, ...]:
-        """Return the names of the job's components for scontrol."""
+        """Return the names of all job components for scontrol."""
         return tuple(f"{self.job_id}+{i}" for i in range(len(self.groups))) if self.heterogeneous else (self.job_id,)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Return the number of nodes of each component."""
+        """Return the number of nodes in each component."""
         return tuple(len(nodes) for nodes in self.groups)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Binds tasks to whole cores of their GPUs' NUMA node, so that no two GPUs share a core."""
+"""Binds tasks to whole cores on their GPUs' NUMA node, so that no two GPUs share a core."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ SYS = Path("/sys")
 
 
 def bind_to_gpus(name: str, first: int, count: int, tasks: int) -> bool:
-    """Bind this process, and all its later children, to the CPUs of `count` visible GPUs, and print the binding.
+    """Bind this process and later children to the CPUs of `count` visible GPUs, and print the binding.
 
-    Returns False without binding if GPUs or their CPUs cannot be read, or if fewer GPUs are visible than the step has
-    `tasks` on this node. Each task then sees only its own GPUs, so no task can split the CPUs among all.
+    Returns False without binding if GPUs or CPUs cannot be read, or if fewer GPUs are visible than the step has `tasks`
+    on this node. In the second case, a task does not see the other tasks' GPUs and cannot split the CPUs among all.
     """
     gpus = visible_gpus()
     shares = cpus_for(gpus, os.sched_getaffinity(0)) if len(gpus) >= max(tasks, first + count) else None
@@ -30,9 +30,9 @@ def bind_to_gpus(name: str, first: int, count: int, tasks: int) -> bool:
 
 
 def visible_gpus() -> list[str]:
-    """Return the PCI addresses, as /sys writes them, of the GPUs that this task may use, in CUDA's order.
+    """Return the PCI addresses, as /sys writes them, of all GPUs that this task may use, in CUDA's order.
 
-    The list is empty if the GPUs are unknown.
+    Returns an empty list if the GPUs are unknown.
     """
     try:
         rows = nvidia_smi("index,uuid,pci.bus_id")
@@ -46,10 +46,10 @@ def visible_gpus() -> list[str]:
 
 
 def cpus_for(gpus: Sequence[str], allowed: Set[int], sys: Path = SYS) -> list[set[int]] | None:
-    """Return the CPUs of each GPU. The `allowed` CPUs of a NUMA node are split by whole cores among its GPUs.
+    """Return the CPUs for each GPU. GPUs on a NUMA node split the node's `allowed` CPUs by whole cores.
 
-    Example: 2 GPUs on a NUMA node of 4 cores with CPUs (0, 4), (1, 5), (2, 6), (3, 7) get {0, 1, 4, 5} and {2, 3, 6,
-    7}. Returns None if a GPU would get no CPU.
+    Example: a NUMA node has 2 GPUs and 4 cores with CPUs (0, 4), (1, 5), (2, 6), (3, 7). The GPUs get {0, 1, 4, 5} and
+    {2, 3, 6, 7}. Returns None if a GPU would get no CPU.
     """
     near = [_cores(gpu, allowed, sys) for gpu in gpus]
     shares = []
@@ -61,14 +61,14 @@ def cpus_for(gpus: Sequence[str], allowed: Set[int], sys: Path = SYS) -> list[se
 
 
 def _cores(gpu: str, allowed: Set[int], sys: Path) -> list[tuple[int, ...]]:
-    """Return the hyper-threads within `allowed` of each core near the GPU."""
+    """Return the hyper-threads in `allowed` for each core near the GPU."""
     cpus = _cpulist(sys / "bus/pci/devices" / gpu / "local_cpulist") & allowed
     threads = {cpu: _cpulist(sys / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in cpus}
     return sorted({tuple(sorted(threads[cpu] & cpus | {cpu})) for cpu in cpus})
 
 
 def _cpulist(path: Path) -> set[int]:
-    """Return a list such as `0-3,8` as a set; empty if the file cannot be read."""
+    """Parse a list such as `0-3,8` in a file; return an empty set if the file cannot be read."""
     try:
         ranges = [part.split("-") for part in path.read_text().strip().split(",") if part]
     except OSError:

@@ -1,7 +1,7 @@
-"""`dppo-megatron slurm-job`: drives the job steps of a run from the batch script, on the job's first node.
+"""`dppo-megatron slurm-job`: drives a run's job steps from the batch script, on the job's first node.
 
-The steps are one srun per engine, one for the orchestrator and one for all trainer ranks. Whenever one of them ends,
-the job ends, requeues or completes; it never idles.
+Every engine and the orchestrator run in a separate srun, and all trainer ranks share an srun. Engines restart within a
+limit. Otherwise, when a step fails or all are done, the job ends, requeues or completes; it never idles.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .step import JobStep, StepLauncher
 from .submit import refuse_second_job
 
 POLL_S = 0.1
-LOCK_S = 120.0  # NFS frees the lock of a dead node after its lease, 90 s
+LOCK_S = 120.0  # NFS frees a dead node's lock after the lease, 90 s
 EXCLUDE_S = 20.0  # time to exclude nodes from a requeued job
 SIGNAL_S = 5.0  # time for Slurm's signal to arrive, if Slurm may be ending the job
 REJECTED = 2  # exit code of a `ConfigError`
@@ -42,13 +42,13 @@ CANCELLED = (signal.SIGTERM, signal.SIGINT)
 
 
 def run_job(config_file: Path, overrides: Sequence[str], *, resume: bool) -> int:
-    """Run one attempt of the job and return the exit code of the batch script.
+    """Run a job attempt and return the batch script's exit code.
 
-    It is 0 when the run completed, otherwise that of the first step that failed. An attempt after the first continues
-    under the settings that the first one saved, even if the file has changed.
+    The code is 0 if the run completed. If a step failed, the code is the exit code of the first failed step. Later
+    attempts continue under the settings that the first attempt saved, even if the file has changed.
     """
     allocation = Allocation.current()
-    note = Path(f"slurm-{allocation.job_id}.run")  # a later attempt has the job's number, but not CONFIG
+    note = Path(f"slurm-{allocation.job_id}.run")  # a later attempt knows the job number, but not CONFIG
     source = config_file
     if allocation.restart and note.exists():
         source, overrides = Path(note.read_text()), ()
@@ -60,7 +60,7 @@ def run_job(config_file: Path, overrides: Sequence[str], *, resume: bool) -> int
     with run.take(LOCK_S):
         record(config)
         if config_file.absolute() == run.config:
-            note.unlink(missing_ok=True)  # a job of another cluster may have left it
+            note.unlink(missing_ok=True)  # a job on another cluster may have left it
         else:
             _write_note(note, str(run.config))
         return Job(config, allocation, resume=resume).run()
@@ -77,7 +77,7 @@ def _write_note(note: Path, text: str) -> None:
 
 
 class Job:
-    """Runs one attempt of the job, from the first step to the exit code."""
+    """Runs a job attempt, from the first step to the exit code."""
 
     def __init__(self, config: Config, allocation: Allocation, *, resume: bool):
         self._config = config
@@ -88,7 +88,7 @@ class Job:
         self._errors = NewErrors(self._run.logs)
         self._launcher = StepLauncher(config, self._run.config, allocation)
         self._driver = RunDriver(config, self._launcher, print_line)
-        self._signal = 0  # number of the last signal; 0 before the first
+        self._signal = 0  # last signal number; 0 before the first signal
 
     def run(self) -> int:
         for number in (REQUEUE, STOP, *CANCELLED):
@@ -191,7 +191,7 @@ class Job:
         return self._requeue(TIME_LIMIT, 128 + REQUEUE)
 
     def _cancelled(self) -> int:
-        """Record that Slurm is ending the job, including its steps; return the exit code."""
+        """Record that Slurm is ending the job with all steps; return the exit code."""
         name = signal.Signals(self._signal).name
         self._record("stopped", f"{name}: cancelled, or ended by Slurm")
         print_line(f"{name}: the job is being ended; the bank and the last checkpoint stay for --resume")
@@ -208,7 +208,7 @@ class Job:
         return self._requeue(cause, code)
 
     def _still_running(self) -> bool:
-        """Return False when Slurm is ending the job, because it was cancelled or a node failed.
+        """Return False if Slurm is ending the job, because of a cancellation or a failed node.
 
         A requeue would undo the cancellation.
         """
@@ -222,7 +222,8 @@ class Job:
     def _requeue(self, cause: str, code: int, without: tuple[str, ...] = ()) -> int:
         """End the attempt and requeue the job; Slurm then ends this script.
 
-        `code` is the exit code when the job is not requeued. The job must not get the nodes `without` again.
+        code: exit code if the job is not requeued.
+        without: nodes that the job must not get again.
         """
         self._driver.end_all()
         if self._signal in CANCELLED:
@@ -253,7 +254,7 @@ class Job:
         return code
 
     def _exclude(self, nodes: tuple[str, ...]) -> None:
-        """Exclude nodes from the requeued job. Slurm changes only waiting jobs, so this must follow the requeue.
+        """Exclude nodes from the requeued job. Call it after the requeue, because Slurm changes only waiting jobs.
 
         Slurm ends this script seconds later.
         """

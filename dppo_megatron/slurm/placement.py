@@ -1,4 +1,4 @@
-"""Places the job steps on nodes, as a pure function of the config and the names of the nodes."""
+"""Places the job steps on nodes, as a pure function of config and node names."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .allocation import Allocation
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Describes one srun, with its tasks spread evenly over `nodes`."""
+    """Describes an srun with tasks spread evenly over `nodes`."""
 
     name: str  # trainer, orchestrator, engine-0, ...
     arguments: tuple[str, ...]  # arguments of `dppo-megatron slurm-task` before the config
     nodes: tuple[str, ...]
-    group: int  # component of a heterogeneous job
+    group: int  # component in a heterogeneous job
     tasks: int = 1
     gpus_per_node: int = 0
-    collected: bool = False  # its output goes to its log, and a failed task does not end the others
-    home: Path | None = None  # the run directory, if not that of the job's run
+    collected: bool = False  # the output goes to the step's log, and a failed task does not end the others
+    home: Path | None = None  # run directory, if it is not the job's
 
     @property
     def tasks_per_node(self) -> int:
@@ -32,7 +32,7 @@ class StepPlan:
 
 
 def job_plan(config: Config, allocation: Allocation, *, resume: bool) -> RunPlan[StepPlan]:
-    """Return the plans of every step of a run. The orchestrator has one task without GPUs on the job's first node."""
+    """Return the plans of all steps. The orchestrator has a single task without GPUs, on the job's first node."""
     first_node = allocation.groups[0][:1]
     return RunPlan(
         engines=server_plans(config, allocation),
@@ -42,7 +42,7 @@ def job_plan(config: Config, allocation: Allocation, *, resume: bool) -> RunPlan
 
 
 def trainer_plan(config: Config, allocation: Allocation, *, resume: bool) -> StepPlan:
-    """Return a step with one task per rank, on the first nodes."""
+    """Return the trainer step, with one task per rank, on the first nodes."""
     return StepPlan(
         "trainer",
         ("trainer", *(["--resume"] if resume else [])),
@@ -54,16 +54,16 @@ def trainer_plan(config: Config, allocation: Allocation, *, resume: bool) -> Ste
 
 
 def check_plan(config: Config, allocation: Allocation) -> StepPlan:
-    """Return a step with one task on the first node and the ranks' GPUs there, to find the problems of the ranks."""
+    """Return a step with a single task on the first node and the ranks' GPUs there, to find the ranks' problems."""
     gpus = config.slurm.gpus_per_node
     return StepPlan("check", ("check",), nodes=allocation.groups[0][:1], group=0, gpus_per_node=gpus)
 
 
 def preflight_plans(config: Config, allocation: Allocation, store: str) -> list[StepPlan]:
-    """Return the trainer's step with preflight tasks, and a step with one task for each serving node.
+    """Return the trainer step with preflight tasks, and a step with a task per serving node.
 
-    Serving nodes are nodes that only serve, or all nodes with engines if weights are broadcast. `store` is the
-    HOST,PORT to which all tasks connect, see `preflight.task`.
+    Serving nodes are all nodes that only serve and, if weights are broadcast, all nodes with engines. All tasks connect
+    to `store`, a HOST,PORT, see `preflight.task`.
     """
     trainers, engines = trainer_plan(config, allocation, resume=False), server_plans(config, allocation)
     broadcast = config.weight_sync.transport == "broadcast"
@@ -80,9 +80,9 @@ def preflight_plans(config: Config, allocation: Allocation, store: str) -> list[
 
 
 def server_plans(config: Config, allocation: Allocation) -> list[StepPlan]:
-    """Return one step per engine and teacher, so that each can restart separately. See `server_places`.
+    """Return a step per engine and teacher, so that each can restart separately. See `server_places`.
 
-    An engine of several nodes has a task on each, and its nodes are consecutive.
+    An engine on several nodes has a task on each node, and the nodes are consecutive.
     """
     s, plans = config.slurm, []
     group = 1 if allocation.heterogeneous else 0

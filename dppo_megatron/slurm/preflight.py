@@ -1,4 +1,4 @@
-"""Runs the preflight of a run, on the nodes of its job or on this machine."""
+"""Runs a preflight on a job's nodes or on this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .task import LOOPBACK, node_address
 
 
 def preflight_now(config: Config) -> Preflight | None:
-    """Check the nodes of the job that this command runs in, otherwise this machine. Writes RUN/preflight.yaml."""
+    """Check the nodes of the job that runs this command, or this machine outside a job. Writes RUN/preflight.yaml."""
     config, in_job = with_absolute_paths(config), "SLURM_JOB_ID" in os.environ
     if not in_job:
         one = {"trainer_nodes": 1, "engine_nodes": 0, "heterogeneous": False}
@@ -41,7 +41,7 @@ def preflight_now(config: Config) -> Preflight | None:
 def preflight_of_job(
     config: Config, allocation: Allocation, launcher: StepLauncher, stopped: Callable[[], bool] = lambda: False
 ) -> Preflight | None:
-    """Check the nodes of a job, see `run_preflight`. Call it on the job's first node, which rank 0 runs on."""
+    """Check a job's nodes, see `run_preflight`. Call it on the job's first node, where rank 0 runs."""
     host = node_address(config)
     token = str(free_port(host))
     steps = preflight_plans(config, allocation, f"{host},{token}")
@@ -49,7 +49,7 @@ def preflight_of_job(
 
 
 def _preflight_here(config: Config, run: RunDir, file: Path) -> Preflight | None:
-    """Run the same tasks as children of this process, with the variables that srun would set."""
+    """Run the preflight tasks as children of this process, with the variables that srun would set."""
     node, token = socket.gethostname(), str(free_port())
     steps = preflight_plans(config, Allocation("0", 0, ((node,),)), f"{LOOPBACK},{token}")
     step = {"SLURM_JOB_ID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "1", "SLURMD_NODENAME": node}
@@ -62,7 +62,7 @@ def _preflight_here(config: Config, run: RunDir, file: Path) -> Preflight | None
 
 
 def _places(steps: Sequence[StepPlan]) -> dict[str, str]:
-    """Return the names of the processes and their nodes, for example {"rank-0": "node1", "serving-0": "node2"}."""
+    """Return process name -> node, for example {"rank-0": "node1", "serving-0": "node2"}."""
     return {
         f"{'serving' if number else 'rank'}-{task}": step.nodes[task // step.tasks_per_node]
         for number, step in enumerate(steps)

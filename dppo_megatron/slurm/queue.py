@@ -1,4 +1,4 @@
-"""Runs Slurm's own commands, each with a timeout and an error that names the command and Slurm's answer."""
+"""Runs Slurm's commands, each with a timeout and an error that names the command and Slurm's answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dppo_megatron.errors import ExpectedError
 
 COMMAND_TIMEOUT_S = 60.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
-# These answers of slurmctld are final. After any other (it is restarting, busy, unreachable) a retry may succeed.
+# These slurmctld answers are final. After any other answer (restarting, busy, unreachable), a retry may succeed.
 _REFUSAL = re.compile(
     r"invalid (job|user|partition|account)|permission denied|disabled|not supported|only batch jobs|already complet"
     r"|pending execution",
@@ -31,12 +31,12 @@ class SlurmRefused(SlurmError):
 
 @dataclass(frozen=True, slots=True)
 class QueuedJob:
-    """Contains one line of squeue. A heterogeneous job has one line for each component."""
+    """Contains a squeue line. A heterogeneous job has a line per component."""
 
-    id: str  # 12, 12+1 for a component, 12_3 for a task of an array
+    id: str  # 12, 12+1 for a component, 12_3 for an array task
     name: str
     state: str  # PENDING, RUNNING, COMPLETING, ...
-    reason: str  # why it waits, or None
+    reason: str  # why the job waits, or "None"
     nodes: str
     time_left: str
 
@@ -45,18 +45,18 @@ _FORMAT = "%i|%j|%T|%r|%N|%L"
 
 
 def submit(script: Path) -> str:
-    """Submit the script with sbatch and return the job's id."""
+    """Submit the script with sbatch and return the job id."""
     return slurm_command("sbatch", "--parsable", str(script)).split(";")[0]
 
 
 def jobs(job_ids: list[str]) -> list[QueuedJob]:
-    """Return the jobs that are in the queue. Slurm removes a job from the queue some minutes after its end."""
+    """Return the jobs that are in the queue. Slurm removes a job from the queue some minutes after it ends."""
     if not job_ids:
         return []
     try:
         lines = slurm_command("squeue", "--noheader", f"--format={_FORMAT}", "--jobs", ",".join(job_ids)).splitlines()
     except SlurmError as error:
-        if "Invalid job id" in str(error):  # squeue's answer if it has none of them any more
+        if "Invalid job id" in str(error):  # squeue's answer if none is in the queue any more
             return []
         raise
     parted = (line.partition("|") for line in lines)  # the name, which comes next, may contain any character
@@ -64,12 +64,12 @@ def jobs(job_ids: list[str]) -> list[QueuedJob]:
 
 
 def requeue(job_id: str) -> None:
-    """Terminate the steps and the batch script of this attempt, and queue the job again."""
+    """Terminate this attempt's steps and batch script, and queue the job again."""
     slurm_command("scontrol", "requeue", job_id)
 
 
 def exclude(job_id: str, nodes: Sequence[str]) -> None:
-    """Exclude `nodes` from a waiting job, in addition to its excluded nodes."""
+    """Exclude `nodes` from a waiting job, in addition to the nodes that are already excluded."""
     match = re.search(r"ExcNodeList=(\S+)", slurm_command("scontrol", "show", "job", "--oneliner", job_id))
     names = [*nodes, *([match[1]] if match and match[1] != "(null)" else [])]
     slurm_command("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(names)}")
@@ -87,12 +87,12 @@ def retry_until_answered(
 
 
 def node_names(node_list: str) -> tuple[str, ...]:
-    """Return the nodes of a list, `node[1-2]` -> node1, node2, in the order in which srun numbers tasks."""
+    """Expand a node list, `node[1-2]` -> node1, node2, in the order in which srun numbers tasks."""
     return tuple(slurm_command("scontrol", "show", "hostnames", node_list).split())
 
 
 def slurm_command(*command: str) -> str:
-    """Return the standard output. Raises `SlurmError` with the command's output, or `SlurmRefused` if it is final."""
+    """Return the standard output. Raises `SlurmError` with the command's output, or `SlurmRefused` if that is final."""
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Writes batch scripts from one template: the script of a run, and the examples in slurm/ that a site edits.
+"""Writes batch scripts from a base template: a run's script, and the examples in slurm/ that a site edits.
 
 `python -m dppo_megatron.slurm.script slurm` writes the examples.
 """
@@ -29,22 +29,22 @@ _TEMPLATES = jinja2.Environment(
 
 @dataclass(frozen=True, slots=True)
 class NodeGroup:
-    """Describes the nodes of a job, or of one component of a heterogeneous job."""
+    """Describes the nodes in a job, or in a component of a heterogeneous job."""
 
     name: str
     nodes: int
-    nodes_setting: str  # name of the setting with the number; empty if it is fixed
+    nodes_setting: str  # setting that contains the number; empty if it is fixed
     gpus_per_node: str  # 8 or h100:8; empty without GPUs
     gpus_setting: str
     partition: str | None = None
-    partition_placeholder: str = "PARTITION"  # used in the scripts of the repository
+    partition_placeholder: str = "PARTITION"  # used in the repository's scripts
     sbatch_args: tuple[str, ...] = ()
 
 
 def batch_script(config: Config, *, resume: bool, directory: Path) -> str:
-    """Return the script for sbatch. Relative paths of the config begin at `directory`.
+    """Return the script for sbatch. Relative paths in the config begin at `directory`.
 
-    Raises `ConfigError` for a path that sbatch would read as another one.
+    Raises `ConfigError` for a path that sbatch would read as another path.
     """
     run = RunDir(config.run.dir)
     if not str(directory).isprintable() or "\\" in str(run.logs.absolute()):  # Slurm would keep %j unchanged
@@ -64,7 +64,7 @@ def batch_script(config: Config, *, resume: bool, directory: Path) -> str:
 
 
 def site_scripts() -> dict[str, str]:
-    """Return file name -> text of every script in the repository's slurm/."""
+    """Return file name -> text for every script in the repository's slurm/."""
     three_nodes = SlurmConfig(trainer_nodes=2, engine_nodes=1)
     two_kinds = SlurmConfig(trainer_nodes=2, engine_nodes=1, heterogeneous=True)
     short = SlurmConfig(time="02:00:00")
@@ -86,7 +86,7 @@ def _site_script(template: str, job: str, slurm: SlurmConfig, **values: Any) -> 
 
 
 def _node_groups(s: SlurmConfig) -> list[NodeGroup]:
-    """Return trainer nodes and engine nodes, as one group unless the job is heterogeneous."""
+    """Return trainer nodes and engine nodes, in a single group unless the job is heterogeneous."""
     trainers = NodeGroup(
         name="trainer nodes",
         nodes=s.trainer_nodes,
@@ -118,9 +118,9 @@ def _gpus(count: int, kind: str | None) -> str:
 
 
 def _word(option: str) -> str:
-    """Return `--name=value` quoted as one word of an #SBATCH line.
+    """Quote `--name=value` as a single word on an #SBATCH line.
 
-    sbatch interprets blanks, `#`, quotes and backslashes in it.
+    sbatch interprets blanks, `#`, quotes and backslashes in a value.
     """
     name, equals, value = option.partition("=")
     if re.fullmatch(r"[\w.,:;@%+=/-]*", value, re.ASCII):

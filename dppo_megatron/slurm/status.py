@@ -1,4 +1,4 @@
-"""`dppo-megatron status`: reads the state of a run from its directory, the queue and the engines that answer."""
+"""`dppo-megatron status`: reads a run's state from the run directory, the queue and the engines that answer."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Status:
     step: int
     steps: int | None
     metrics: dict[str, float]  # metrics of the last training step
-    heldout: dict[str, float]  # metric -> last score of a held-out set
+    heldout: dict[str, float]  # held-out metric -> last score
     updated_s: float | None  # age of the last record
     checkpoint: int | None
     policy_version: int | None  # published
@@ -159,7 +159,7 @@ async def _engines(config: Config, run: RunDir) -> list[EngineStatus]:
 
 
 def _errors(run: RunDir) -> list[LastError]:
-    """Return the last line of each log that looks like an error, the newest log first."""
+    """Return the last error-like line in each log, newest log first."""
     errors = []
     for log in run.logs.glob("*.[lo][ou][gt]"):
         if (line := last_error(last_lines(log, SEARCHED_LINES))) is not None:

@@ -1,4 +1,4 @@
-"""Builds the srun command line of each job step, and starts and ends the steps."""
+"""Builds the srun command line for each job step, and starts and ends the steps."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from dppo_megatron.run_dir import RunDir
 from .allocation import Allocation
 from .placement import StepPlan, check_plan, job_plan, preflight_plans
 
-# srun would read these options of the batch script from the environment as its own.
+# srun would take these batch script options from the environment as srun options.
 BATCH_OPTIONS = (
     "SLURM_CPUS_PER", "SLURM_DISTRIBUTION", "SLURM_EXACT", "SLURM_EXPORT_ENV", "SLURM_GPUS", "SLURM_GPU_", "SLURM_HINT",
     "SLURM_MEM_PER", "SLURM_NTASKS_PER", "SLURM_THREADS_PER_CORE", "SLURM_TRES",
 )  # fmt: skip
-KILL_S = 10.0  # time for Slurm to kill the tasks of a step
+KILL_S = 10.0  # time for Slurm to kill a step's tasks
 
 
 class JobStep:
-    """Represents one running srun.
+    """Represents a running srun.
 
-    srun's messages go to the job's output, and its tasks' output to the run's logs; with `output` both go there.
+    srun messages go to the job's output, and task output to the run's logs; with `output`, both go to `output`.
     """
 
     def __init__(self, name: str, command: Sequence[str], log: Path, output: BinaryIO | None = None):
         self.name = name
-        self.log = log  # log of its task, if the task has one
+        self.log = log  # log that the task writes, if any
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -51,15 +51,15 @@ class JobStep:
         )
 
     def poll(self) -> int | None:
-        """Return the exit code of srun, the largest of its tasks' codes, or None while srun runs."""
+        """Return srun's exit code, which is the largest task exit code, or None while srun runs."""
         return self._process.poll()
 
     def request_stop(self) -> None:
-        """Request a stop by SIGUSR1, which srun forwards to the tasks. They stop as on SIGTERM."""
+        """Request a stop by SIGUSR1, which srun forwards to the tasks. Tasks stop as on SIGTERM."""
         self._process.send_signal(signal.SIGUSR1)  # does nothing if the process has ended
 
     def kill(self) -> None:
-        """Send SIGTERM, at which srun kills its tasks at once."""
+        """Send SIGTERM, so that srun kills all tasks at once."""
         self._process.terminate()
 
     def wait(self, timeout_s: float) -> bool:
@@ -73,7 +73,7 @@ class JobStep:
 
 @dataclass(frozen=True)
 class StepLauncher(Launcher[StepPlan, JobStep]):
-    """Starts job steps of this allocation, which read their config from `config_file`."""
+    """Starts job steps in this allocation. Steps without a `home` read their config from `config_file`."""
 
     config: Config
     config_file: Path
@@ -100,10 +100,10 @@ def step_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def srun_command(config: Config, config_file: Path, plan: StepPlan, allocation: Allocation) -> list[str]:
-    """Return the srun command line of a step.
+    """Return the srun command line for a step.
 
-    Ranks are numbered node by node. Steps overlap, so no step waits for another's resources. A failed task ends its
-    step.
+    Ranks are numbered node by node. Steps overlap, so no step waits for another step's resources. A failed task ends
+    the step, unless the step is `collected`.
     """
     program = config.slurm.command or (sys.executable, "-m", "dppo_megatron")
     return [
@@ -123,7 +123,7 @@ def srun_command(config: Config, config_file: Path, plan: StepPlan, allocation: 
 
 
 def steps_of_job(config: Config, *, resume: bool) -> str:
-    """Return the work of each node, then the srun lines of steps in the order of their start. Nodes are node1, ..."""
+    """List the work on each node, then the srun lines in start order, as text. Nodes are node1, node2, ..."""
     s = config.slurm
     nodes = [f"node{number + 1}" for number in range(s.trainer_nodes + s.engine_nodes)]
     cut = s.trainer_nodes if s.heterogeneous else len(nodes)

@@ -1,4 +1,4 @@
-"""`dppo-megatron slurm`: checks a config, writes the batch script of its run and submits it."""
+"""`dppo-megatron slurm`: checks a config, writes a batch script and submits it."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Prepared:
 def prepare(
     config_file: Path, overrides: Sequence[str], nodes: str | None, *, resume: bool, place: Place = "elsewhere"
 ) -> Prepared:
-    """Check the config and make its script; for `place` see `preflight`. Raises `ConfigError` with all problems."""
+    """Check the config and make the batch script. `place`: see `preflight`. Raises `ConfigError` with all problems."""
     config = with_absolute_paths(read_config(config_file, overrides))
     if nodes is not None:
         config = scale_to_nodes(config, nodes)
     notes = check_job(config, str(config_file), resume=resume)
     if nodes is not None and (engines := config.slurm.engine_nodes):
         notes.append(f"--nodes {nodes}: {config.slurm.trainer_nodes} nodes of the trainer, and {engines} of engines")
-    if config.slurm.command:  # only its environment can check model, data and plan
+    if config.slurm.command:  # only that command's environment can check model, data and plan
         notes += ["slurm.command is set: the job checks model, data, reward and plan when it starts, with that command"]
     else:
         notes += check_config(config, str(config_file), place=place)
@@ -58,7 +58,7 @@ def check_config(config: Config, source: str, *, place: Place) -> list[str]:
 
 
 def check_memory(config: Config, gpu: str, source: str) -> str:
-    """Return the plan of the run on GPUs of the kind `gpu`, as text.
+    """Return the plan for running on GPUs of kind `gpu`, as text.
 
     Raises `ConfigError` with the necessary changes if the run does not fit.
     """
@@ -74,7 +74,7 @@ def check_memory(config: Config, gpu: str, source: str) -> str:
 
 
 def submit(prepared: Prepared) -> tuple[str, Path]:
-    """Write script and resolved config into the run directory and submit the job; return its id and the script's path.
+    """Write script and resolved config into the run directory and submit the job; return job id and script path.
 
     The job trains the config that was checked here, even if the file changes while it waits in the queue.
     """
@@ -94,7 +94,7 @@ def submit(prepared: Prepared) -> tuple[str, Path]:
 def refuse_second_job(run: RunDir, job_id: str | None = None) -> None:
     """Raise `StillQueued` if another job of this run waits or runs.
 
-    Two jobs in one run directory would overwrite each other.
+    Two jobs would overwrite each other's files in the run directory.
     """
     other_ids = sorted({event.job for event in AttemptLog(run).events()} - {job_id})
     if waiting := [job for job in queue.jobs(other_ids) if job.state != "COMPLETING"]:
@@ -105,10 +105,9 @@ def refuse_second_job(run: RunDir, job_id: str | None = None) -> None:
 
 
 def scale_to_nodes(config: Config, nodes: str) -> Config:
-    """Return the config for `TRAINERS` or `TRAINERS+ENGINES` nodes, with as many ranks and engines on each as before.
+    """Return the config for `TRAINERS` or `TRAINERS+ENGINES` nodes, with ranks and engines per node as before.
 
-    Raises `ConfigError` when `nodes` is not one or two numbers, or engine nodes are requested for a config without
-    them.
+    Raises `ConfigError` if `nodes` is not one or two numbers, or if it requests engine nodes and the config has none.
     """
     trainers, plus, engines = nodes.partition("+")
     if not trainers.isdecimal() or int(trainers) < 1 or (plus and not engines.isdecimal()):

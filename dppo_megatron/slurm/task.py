@@ -1,4 +1,4 @@
-"""`dppo-megatron slurm-task`: runs one task of a job step, and translates Slurm's environment for the program."""
+"""`dppo-megatron slurm-task`: runs a task in a job step, and translates Slurm's environment for the program."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class MasterAddress:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Describes the position of this process in its job step."""
+    """Describes this process's position in the job step."""
 
     rank: int
     size: int
     local_rank: int
     local_size: int
     node: str
-    step: str  # unique over all steps of all attempts of all jobs
+    step: str  # unique across all jobs, attempts and steps
 
     @classmethod
     def current(cls, environment: Mapping[str, str] = os.environ) -> Task:
@@ -73,13 +73,13 @@ class Task:
 
 
 def run_task(role: str, config_file: Path, *, resume: bool, index: int, first_gpu: int) -> int:
-    """Run a trainer rank, the orchestrator, engine `index` or the check of the config; return its exit code.
+    """Run a trainer rank, the orchestrator, engine `index` or the config check; return the exit code.
 
-    All but the check run as a child with its own session and log file. SIGUSR1 reaches the child as SIGTERM, because
-    srun forwards SIGUSR1 but kills its tasks on SIGTERM.
+    All but the check run as a child with a separate session and log file. SIGUSR1 reaches the child as SIGTERM, because
+    srun forwards SIGUSR1 but kills all tasks on SIGTERM.
     """
-    # srun signals every process of the step, including a checkpoint's writers and a server's workers. They inherit the
-    # mask, so only this process receives the signal.
+    # srun signals every process in the step, including checkpoint writers and server workers. They inherit the mask, so
+    # only this process receives the signal.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     config = load_config(config_file)
     if role == "check":
@@ -113,7 +113,7 @@ def run_task(role: str, config_file: Path, *, resume: bool, index: int, first_gp
 
 
 def run_preflight_task(config_file: Path, meeting: str, first_gpu: int, *, serves: bool) -> int:
-    """Run one process of a preflight, see `run_place`. Its address is loopback if rank 0 has the loopback address."""
+    """Run a preflight process, see `run_place`. The address is loopback if rank 0 has the loopback address."""
 
     def address(config: Config) -> str:
         os.environ.update(interface_environment(config))
@@ -125,10 +125,10 @@ def run_preflight_task(config_file: Path, meeting: str, first_gpu: int, *, serve
 
 
 def _wait_and_report(child: Child, task: Task) -> int:
-    """Return the exit code of the child, or 128 + n when signal n ended it. Print its last lines if it failed.
+    """Return the child's exit code, or 128 + n if signal n ended it. Print the last log lines if the child failed.
 
     The lines go to the job's output. The code is 0 for a child that this process ended by a signal. srun returns the
-    largest code of its tasks. It must be the failed rank's code, not that of ranks that were ended after it.
+    largest task exit code. That must be the failed rank's code, not the code of a rank that was ended afterwards.
     """
     stopped = False
 
@@ -152,9 +152,9 @@ def _wait_and_report(child: Child, task: Task) -> int:
 
 
 def trainer_environment(run: RunDir, task: Task, place: MasterAddress, *, bound: bool) -> dict[str, str]:
-    """Return torchrun's variables, and variables that make a timed-out collective dump a trace of every rank.
+    """Return torchrun's variables, and variables that make every rank dump a trace if a collective times out.
 
-    If `bound`, the CPUs of this process belong only to this rank. Otherwise the ranks of the node share them.
+    If `bound`, this process's CPUs belong only to this rank. Otherwise all ranks on the node share the CPUs.
     """
     return (
         trace_environment(run)
@@ -171,7 +171,7 @@ def trainer_environment(run: RunDir, task: Task, place: MasterAddress, *, bound:
 
 
 def engine_environment(config: Config, index: int, first_gpu: int) -> dict[str, str]:
-    """Return the variable that selects the engine's GPUs among its step's."""
+    """Return the variable that selects the engine's GPUs among the step's GPUs."""
     environment: dict[str, str] = {}
     named = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
     if visible := named or visible_devices():
@@ -189,9 +189,9 @@ def engine_environment(config: Config, index: int, first_gpu: int) -> dict[str, 
 def rendezvous(run: RunDir, task: Task, address: str, timeout_s: float) -> MasterAddress:
     """Return host and port of the ranks' rendezvous.
 
-    Rank 0 chooses a free port of its node and writes it into the run directory, where the other ranks read it. Each job
-    step has its own file, so no rank reads the file of an earlier attempt. Raises `ServiceTimeout` naming rank 0's log
-    if the file is not written in time.
+    Rank 0 chooses a free port on this node and writes it to a file in the run directory, where the other ranks read it.
+    Each job step has a separate file, so no rank reads an earlier attempt's file. Raises `ServiceTimeout` naming
+    rank 0's log if the file is not written in time.
     """
     path = run.services / f"trainers-{task.step}.json"
     if task.rank == 0:
@@ -200,7 +200,7 @@ def rendezvous(run: RunDir, task: Task, address: str, timeout_s: float) -> Maste
 
 
 def node_address(config: Config) -> str:
-    """Return this node's IPv4 address for other nodes, which is that of `slurm.interface` or of the host name."""
+    """Return this node's IPv4 address for other nodes, from `slurm.interface` or the host name."""
     name = config.slurm.interface
     if name is None:
         address = socket.gethostbyname(socket.gethostname())
@@ -221,21 +221,21 @@ def node_address(config: Config) -> str:
 
 
 def engine_host(config: Config, address: str) -> str:
-    """Return the address of engines, which is the node's `address` if the run has other nodes."""
+    """Return the address for engines: the node's `address` if the run has several nodes, else loopback."""
     return address if config.slurm.trainer_nodes + config.slurm.engine_nodes > 1 else "127.0.0.1"
 
 
 def interface_environment(config: Config) -> dict[str, str]:
-    """Return the network interface variables of NCCL and gloo. Variables that are already set are kept."""
+    """Return the network interface variables for NCCL and gloo, without variables that are already set."""
     interface, names = config.slurm.interface, ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
     return {name: interface for name in names if name not in os.environ} if interface else {}
 
 
 def kernel_cache_environment() -> dict[str, str]:
-    """Return the variables of a directory for compiled kernels on the node's own disk.
+    """Return the variable that puts compiled kernels into a directory on the node's disk, unless it is already set.
 
-    All processes and attempts of the job on the node share it. Nodes that compile into one home directory overwrite
-    each other's files. A variable that is already set is kept.
+    The job's processes and attempts on the node all share the directory. Nodes that compile into a shared home
+    directory overwrite each other's files.
     """
     directory = Path(tempfile.gettempdir()) / f"triton-{os.getuid()}-{os.environ['SLURM_JOB_ID']}"
     return {} if "TRITON_CACHE_DIR" in os.environ else {"TRITON_CACHE_DIR": str(directory)}

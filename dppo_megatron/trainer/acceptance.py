@@ -1,7 +1,7 @@
 """Bound a whole step by a trust region: measure how far it moved the policy, and revert it if that is too far.
 
-A mask decides which tokens have a gradient. It does not bound how far all gradients of a step move the policy through
-Adam. Here the new weights score the tokens of the step again, before the weights are published.
+A mask decides which tokens have a gradient. It does not bound how far all gradients in a step move the policy through
+Adam. Here the new weights score the step's tokens again before they are published.
 """
 
 from __future__ import annotations
@@ -28,15 +28,18 @@ from .batches import StepBatch
 
 log = logging.getLogger(__name__)
 
-_GROWTH = 2**0.5  # factor of the learning rate's scale after a step that stayed well within the bound
+_GROWTH = 2**0.5  # factor on the learning-rate scale after a step that stayed well within the bound
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """Describes the accepted end of a step on the line from its start.
+    """Describes where a step ends on the line from the start (fraction 0) to the whole step (fraction 1).
 
-    divergence: of the accepted end. whole: divergence of the whole step. rejected: number of ends beyond the bound.
-    Example: fraction 0.5, divergence 0.01, whole 0.03, rejected 1 for a step of which half is kept.
+    fraction: accepted fraction of the step.
+    divergence: divergence at the accepted fraction.
+    whole: divergence after the whole step.
+    rejected: number of fractions beyond the bound.
+    Example: fraction 0.5, divergence 0.01, whole 0.03, rejected 1 if half the step is kept.
     """
 
     fraction: float
@@ -46,10 +49,10 @@ class Accepted:
 
 
 def accept(settings: AcceptanceConfig, line: StepLine, measure: Callable[[], float]) -> Accepted:
-    """Keep the whole step if its `measure()` is within the bound, else half, a quarter, ..., and at last nothing.
+    """Keep the whole step if `measure()` is within the bound, else half, a quarter, ..., and finally nothing.
 
-    A step within the bound is not changed. The start is kept regardless of its divergence, because it was accepted
-    before, with fresher rollouts or an engine that computes as the trainer does.
+    A step within the bound is not changed. The start is kept regardless of divergence, because it was accepted before,
+    with fresher rollouts or an engine that computes as the trainer does.
     """
     assert settings.bound is not None  # otherwise no step is measured
     whole = divergence = measure()
@@ -65,11 +68,11 @@ def accept(settings: AcceptanceConfig, line: StepLine, measure: Callable[[], flo
 
 
 def lr_scale_after(settings: AcceptanceConfig, scale: float, accepted: Accepted) -> float:
-    """Return the learning-rate scale for the next step, the radius of the trust region, from the scale of this step.
+    """Return the next step's learning-rate scale, the trust-region radius, from the scale of this step.
 
-    A partly kept step should have been smaller by the kept fraction. A step that was fully reverted, from a start
-    within the bound, should have been smaller than the smallest fraction that was tried. If the start itself is beyond
-    the bound, the scale does not change.
+    A partly kept step should have been smaller by the kept fraction. A step that was fully reverted to a start within
+    the bound should have been smaller than the smallest fraction tried. If the start itself is beyond the bound, the
+    scale does not change.
     """
     if settings.learning_rate == "keep" or settings.bound is None:
         return scale
@@ -81,10 +84,10 @@ def lr_scale_after(settings: AcceptanceConfig, scale: float, accepted: Accepted)
 
 
 class Acceptance:
-    """Applies the config's `acceptance`: call `begin` before a step's first update, and `settle` after its last.
+    """Applies the config's `acceptance`: call `begin` before a step's first update, and `settle` after the last update.
 
-    All ranks must call both. A decision depends on earlier steps only through the actor's `lr_scale`, which checkpoints
-    contain. A resumed run therefore takes the same decisions as an uninterrupted run.
+    All ranks must call both. A decision depends on earlier steps only through the actor's `lr_scale`. Checkpoints
+    contain `lr_scale`, so a resumed run takes the same decisions as an uninterrupted run.
     """
 
     def __init__(self, config: Config, actor: Actor, objective: ObjectiveProtocol):
@@ -108,7 +111,7 @@ class Acceptance:
     def settle(self, batch: StepBatch, step: int) -> dict[str, float]:
         """Move the policy back along the step as far as the bound requires; return metrics, empty if not measured.
 
-        batch: the data of the step's updates, old log-probs included.
+        batch: the data that the updates used, including old log-probs.
         """
         line, bound = self._line, self._settings.bound
         if line is None or bound is None or not batch.updates:
@@ -141,16 +144,16 @@ class Acceptance:
         }
 
     def _part(self, batch: StepBatch, step: int) -> list[TokenBatch]:
-        """Return equally many micro-batches on all data-parallel ranks, the same each time this step is trained."""
+        """Draw equally many micro-batches on every data-parallel rank, the same whenever this step is trained."""
         micro_batches = [tokens for update in batch.updates for tokens in update.micro_batches]
         count = max(1, round(self._settings.share * len(micro_batches)))
         indices = np.random.default_rng([self._seed, step]).choice(len(micro_batches), count, replace=False)
         return [micro_batches[i] for i in sorted(indices)]
 
     def _measure(self, part: list[TokenBatch]) -> float:
-        """Return the statistic of D over all data-parallel ranks, the same number on every rank; inf if not finite.
+        """Return the statistic of D over all data-parallel ranks, equal on every rank; inf if not finite.
 
-        Collectives: those of `Actor.scores`, an all-reduce over data-parallel ranks, a broadcast from rank 0.
+        Collectives: `Actor.scores`, two all-reduces over data-parallel ranks, a broadcast from rank 0.
         """
         values = [
             self._divergence(tokens, scores)[tokens.mask]
@@ -171,7 +174,7 @@ class Acceptance:
 
     @torch.no_grad()
     def _divergence(self, tokens: TokenBatch, scores: Scores) -> Tensor:
-        """Return D [T] of the scored policy, of the objective or between the sampled token's probability and mu's."""
+        """Return D [T] for the scored policy: the objective's divergence, or binary TV or KL from mu."""
         kind = self._settings.divergence
         if kind != "objective":
             divergence = binary_tv if kind == "binary_tv" else binary_kl

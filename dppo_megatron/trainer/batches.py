@@ -1,6 +1,6 @@
-"""Read the batch of a step from the bank (RL) or a file of answers (supervised), as the same micro-batches.
+"""Read a step's batch from the bank (RL) or an answer file (supervised), into one kind of micro-batch.
 
-Every denominator of the loss is fixed here, for the whole global update, before the first micro-batch.
+All loss denominators are fixed here, for the whole global update, before the first micro-batch.
 """
 
 from __future__ import annotations
@@ -33,39 +33,39 @@ if TYPE_CHECKING:
 
 
 AHEAD_BYTES = 32 << 20  # bytes of this and the next micro-batches that the system is asked to fetch
-VISIBLE_S = 120.0  # time after which a network file system shows every node the files that rank 0 has seen
+VISIBLE_S = 120.0  # time until a network file system shows every node the files that rank 0 has seen
 
 
 class BankMismatch(ExpectedError, ValueError):
-    """The bank was filled with other settings than the run that trains on it."""
+    """The bank was filled with settings that differ from the training run."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredSequence:
-    """Names a sequence whose tokens are all stored; see `token_log`."""
+    """Identifies a sequence that `token_log` stores, with all tokens."""
 
-    micro_batch: int  # micro-batch of this data-parallel rank
-    number: int  # index in that micro-batch
-    position: int  # position of the prompt
+    micro_batch: int  # index of the micro-batch on this data-parallel rank
+    number: int  # index in the micro-batch
+    position: int  # prompt position
     sample: int
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateBatch:
-    """Contains one optimizer update: this data-parallel rank's micro-batches, equally many on every rank."""
+    """Contains an optimizer update: this data-parallel rank's micro-batches, equally many on every rank."""
 
     micro_batches: list[TokenBatch]
     sequences: int  # sequences computed on all ranks
-    tokens: int  # tokens of these sequences
+    tokens: int  # tokens in these sequences
     rows: int  # rows computed for these tokens: fewer where sequences share a prefix
-    pairs: int  # pairs of a query and a key in causal attention over these rows
+    pairs: int  # query-key pairs in causal attention over these rows
     stored: tuple[StoredSequence, ...] = ()
     trajectories: int = 0  # trajectories with the sequences as branches; 0 = each sequence is a trajectory
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    updates: list[UpdateBatch]  # may be empty: no group of the batch had a signal
+    updates: list[UpdateBatch]  # empty if no group in the batch has a signal
     metrics: dict[str, float]
 
 
@@ -74,17 +74,17 @@ class BatchSource(Protocol):
         """Return whether the batch of `step` can be read now; called only on global rank 0."""
 
     def progress(self) -> str:
-        """Return the progress so far in words; a wait times out when it stops changing."""
+        """Describe the progress so far in words; a wait times out when the text stops changing."""
 
     def read(self, step: int) -> StepBatch:
         """Return the batch of `step` for this data-parallel rank; every rank computes the same plan."""
 
 
 class BankBatches:
-    """Reads the batch of step s: bank groups [s*G, (s+1)*G), in prompt order, so a resumed run adds in the same order.
+    """Reads bank groups [s*G, (s+1)*G) for step s, in prompt order, so that a resumed run adds in the same order.
 
-    Reads only the samples of data-parallel rank `rank`, and of these only the `parts` that `parts_of` returns.
-    share_prefixes: samples of a group are kept together, to compute their prompt once (`Actor.shares_prefixes`).
+    Reads only the samples for data-parallel rank `rank`, and only the sample `parts` that `parts_of` returns.
+    share_prefixes: keeps the samples in a group together, to compute the prompt once (`Actor.shares_prefixes`).
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class BankBatches:
         self._reader = reader
         self._objective = objective
         self._rank, self._size = rank, size
-        self._buffer = ReadBuffer()  # has one micro-batch, which is copied entirely when it is packed
+        self._buffer = ReadBuffer()  # contains one micro-batch; packing copies it entirely
         self._rollout_metrics = RunDir(config.run.dir).rollout_metrics
         self._positions = _positions(config)
         self._experts = read_hf_config(config.model.path).moe if config.rollout.routing_replay else None
@@ -131,7 +131,7 @@ class BankBatches:
         return StepBatch([u for u in updates if u is not None], metrics)
 
     def _staleness(self, step: int, entries: Sequence[BankEntry]) -> dict[str, float]:
-        """Return the number of policy versions between sampling and training, over all sampled tokens."""
+        """Return metrics of the policy versions between sampling and training, over all sampled tokens."""
         tokens = sum(int(entry.sampled.sum()) for entry in entries)
         lag = step * tokens - sum(entry.version_sum for entry in entries)
         oldest = min((entry.min_version for entry in entries if entry.sampled.any()), default=step)
@@ -148,7 +148,7 @@ class BankBatches:
         return {"rollout/kept_tokens_mean": kept_tokens / max(sum(sum(entry.shapes.sampled) for entry in entries), 1)}
 
     def _check(self, entries: Sequence[BankEntry]) -> None:
-        """Raise `BankMismatch` if the bank was filled with other settings or lacks the rewards of turns."""
+        """Raise `BankMismatch` if the bank was filled with other settings or lacks turn rewards."""
         trained = [e for e in entries if not e.reward_failed.all()]
         if self._config.objective.credit == "turn" and trained and all(e.turn_rewards is None for e in trained):
             raise BankMismatch(
@@ -160,7 +160,7 @@ class BankBatches:
                 raise BankMismatch(f"{setting}: prompt {entry.position} in the bank {mismatch}; {remedy}")
 
     def _differences(self, entry: BankEntry) -> Iterator[tuple[str, str, str]]:
-        """Yield (setting with value, difference in the bank, remedy) for each difference of one group."""
+        """Yield (setting with value, difference in the bank, remedy) for each difference in a group."""
         rollout, refill = self._config.rollout, "use the setting the bank was filled with"
         limit = f"rollout.max_response_tokens = {rollout.max_response_tokens}"
         context_lengths = entry.prompt_tokens + entry.response_lengths - entry.sampled
@@ -199,7 +199,7 @@ class BankBatches:
     def _sequences(
         self, entry: BankEntry, samples: Sequence[int], advantages: np.ndarray, weights: np.ndarray
     ) -> dict[int, TokenSequence]:
-        """Return the given samples of one group; advantages [n, T] and weights [n] of all its trajectories."""
+        """Return the given samples of a group. advantages [n, T] and weights [n] cover all the group's trajectories."""
         group = self._reader.read(entry, samples, self._parts, self._buffer)
         experts = self._experts if "routes" in self._parts else None
         if experts is not None:
@@ -223,7 +223,7 @@ class BankBatches:
         }
 
     def _update(self, entries: Sequence[BankEntry], samples: StepSamples) -> UpdateBatch | None:
-        """Plan and pack one update, in which only samples that can move the policy are computed.
+        """Plan and pack an update. Only samples that can move the policy are computed.
 
         The denominators count every trajectory that carries loss.
         """
@@ -243,7 +243,7 @@ class BankBatches:
         columns = entries[computed[0, 0]].shapes.columns
         like = {name: shape for name, (_, shape) in columns.items() if column_named(name).part in self._parts}
         micro_batches = []
-        # A micro-batch is read and packed before the next one is read, which reuses its memory.
+        # Each micro-batch is packed before the next micro-batch is read into the same memory.
         samples_by_batch = [computed[indices].reshape(-1, 2) for indices in plan[self._rank]]
         for batch_samples in self._fetched_ahead(entries, samples_by_batch):
             self._buffer.reuse()
@@ -261,10 +261,10 @@ class BankBatches:
         return UpdateBatch(micro_batches, len(computed), int(lengths.sum()), rows, pairs, stored, trajectories)
 
     def _fetched_ahead(self, entries: Sequence[BankEntry], samples_by_batch: list[np.ndarray]) -> Iterator[np.ndarray]:
-        """Yield the micro-batches ([C, 2] group and sample) of this rank's update one after the other.
+        """Yield this rank's micro-batches in the update, each as [C, 2]: group and sample.
 
-        The system fetches the next ones in the background, so that the disk works while a micro-batch is checked and
-        packed.
+        The system fetches later micro-batches in the background, so that the disk works while a micro-batch is checked
+        and packed.
         """
         sizes: list[int] = []
         for number, samples in enumerate(samples_by_batch):
@@ -276,12 +276,12 @@ class BankBatches:
     def _stored(
         self, entries: Sequence[BankEntry], computed: np.ndarray, plan: list[list[int]]
     ) -> tuple[StoredSequence, ...]:
-        """Return this rank's share of the sequences to store: groups are drawn until their sequences suffice.
+        """Return the sequences that this rank stores. Groups are drawn until they contain enough sequences.
 
-        computed: [C, 2] group and sample of all computed sequences, which `plan` groups by micro-batch. Example: groups
-        are drawn in the order [2, 0, 1], so group 0 is second, 1 third and 2 first: turn [1, 2, 0], the argsort of the
-        order. With computed groups [0, 0, 1, 2, 2] the sequences have turns [1, 1, 2, 0, 0]. For three wanted ones the
-        stable argsort [3, 4, 0, 1, 2] takes both sequences of group 2 and the first one of group 0.
+        computed: [C, 2], group and sample of all computed sequences, which `plan` assigns to micro-batches.
+        Example: groups are drawn in the order [2, 0, 1], so group 0 is second, 1 third and 2 first: turn [1, 2, 0], the
+        argsort of the order. With computed groups [0, 0, 1, 2, 2], the sequences have turns [1, 1, 2, 0, 0]. To store
+        three, the stable argsort [3, 4, 0, 1, 2] takes both sequences from group 2 and the first from group 0.
         """
         num_sequences = -(-self._config.tracking.token_sequences // self._config.train.updates_per_step)
         if not num_sequences:
@@ -298,20 +298,20 @@ class BankBatches:
 
 
 def _positions(config: Config) -> int:
-    """Return the longest sequence that policy and teacher of the trainer can read, in tokens."""
+    """Return the longest sequence, in tokens, that both the policy and the trainer's teacher can read."""
     models = filter(None, (config.model.path, config.trainer_teacher))
     return min(read_hf_config(path).max_position_embeddings for path in models)
 
 
 def _by_group(samples: np.ndarray) -> dict[int, list[int]]:
-    """Return the samples of each group: [C, 2] group and sample [[0, 1], [2, 0], [0, 3]] give {0: [1, 3], 2: [0]}."""
+    """Return group -> samples: [C, 2] group and sample [[0, 1], [2, 0], [0, 3]] give {0: [1, 3], 2: [0]}."""
     return {g: samples[samples[:, 0] == g, 1].tolist() for g in np.unique(samples[:, 0]).tolist()}
 
 
 def _token_advantages(
     advantages: np.ndarray, entry: BankEntry, trajectory: int, rollout: Rollout
 ) -> float | np.ndarray:
-    """Return one advantage for all sampled tokens of a branch, or [R], one for each. `advantages` [T] are per turn."""
+    """Return one advantage for all sampled tokens in a branch, or [R], per token. `advantages` [T] are per turn."""
     if rollout.spans is None or len(advantages) == 1:
         return float(advantages[0])
     _, tokens, turns = rollout.spans[rollout.spans[:, 0] == POLICY].T
@@ -325,7 +325,7 @@ def _token_advantages(
 
 
 def parts_of(actor: Actor, objective: ObjectiveProtocol) -> tuple[str, ...]:
-    """Return the parts of a sample that this rank reads: lists and masks for the loss, routes for expert replay."""
+    """Return the sample parts that this rank reads: lists and masks for the loss, routes for expert replay."""
     parts = ["core"]
     acceptance = actor.config.acceptance  # compares lists on every rank, as a statistic with a teacher's log-probs does
     reads_lists = objective.needs_statistic and objective.needs_teacher
@@ -338,7 +338,7 @@ def parts_of(actor: Actor, objective: ObjectiveProtocol) -> tuple[str, ...]:
 
 
 class SupervisedBatches:
-    """Reads the batch of step s: the next `rollout.prompts_per_step` prompts with the answers of their rows."""
+    """Reads a step's batch: the next `rollout.prompts_per_step` prompts with the answers in their rows."""
 
     def __init__(self, config: Config, prompts: PromptSource, tokenizer: PreTrainedTokenizerBase, rank: int, size: int):
         self._config = config

@@ -18,14 +18,14 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointMismatch(ExpectedError, ValueError):
-    """A checkpoint was made with another setting than the run that resumes from it."""
+    """The checkpoint was made with a setting that differs in the resuming run."""
 
 
 class Checkpoints:
     """Saves weights, optimizer, schedule and RNG with the number of finished steps.
 
-    That number is the policy version and, times the groups per step, the bank cursor. The bank has the rollouts of
-    every later step, so nothing else is needed to resume exactly. Use it as a context manager around the steps.
+    That number is the policy version and, times the groups per step, the bank cursor. The bank has the rollouts for all
+    later steps, so nothing else is needed to resume exactly. Use the class as a context manager around the steps.
     """
 
     def __init__(self, config: Config, actor: Actor):
@@ -33,7 +33,7 @@ class Checkpoints:
         self._actor = actor
         self._directory = RunDir(config.run.dir).checkpoints
         self._saved: int | None = None
-        self.metrics: dict[str, Any] = {}  # metrics of the step that `load_latest` restored
+        self.metrics: dict[str, Any] = {}  # metrics for the step that `load_latest` restored
 
     def due(self, step: int) -> bool:
         interval = self._config.checkpoint.every
@@ -42,7 +42,7 @@ class Checkpoints:
         return interval > 0 and step % interval == 0
 
     def save(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
-        """Save the state after `step`. metrics: the step's record, needed if the run is killed before it is logged."""
+        """Save the state after `step`. metrics: the step's record, in case the run is killed before logging it."""
         if step == self._saved:
             return
         groups = step * self._config.rollout.prompts_per_step
@@ -60,13 +60,13 @@ class Checkpoints:
         self._release_rollouts()
 
     def _release_rollouts(self) -> None:
-        """Permit the deletion of rollouts that no checkpoint on the disk needs; one being written counts later."""
+        """Permit deleting rollouts that no checkpoint on disk needs. A checkpoint being written counts later."""
         keep = self._config.checkpoint.keep_rollouts
         if keep is None or self._actor.layout.rank != 0:
             return
         try:
             if steps := kept_steps(self._directory):
-                # A segment of the bank has the rollouts of one step.
+                # A bank segment contains the rollouts for one step.
                 allow_deletion(RunDir(self._config.run.dir).bank, min(steps[0], steps[-1] - keep))
         except OSError as error:
             log.warning("checkpoint.keep_rollouts = %d: no rollouts are deleted for now: %s", keep, error)
@@ -75,10 +75,10 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_exc: object) -> None:
-        """Wait for the last checkpoint if it is written in the background, and raise its error.
+        """Wait for the last checkpoint if it is written in the background, and raise any write error.
 
-        After an error in training the other ranks may be at any point. Each rank then waits only for its own write, and
-        the error of training is raised.
+        After a training error, the other ranks may be at any point. Each rank then waits only for the files that it
+        writes, and the training error is raised.
         """
         if kind is None:
             self._actor.finish_checkpoint()
@@ -87,7 +87,7 @@ class Checkpoints:
             self._actor.settle_checkpoint()
 
     def load_latest(self) -> int | None:
-        """Restore the newest complete checkpoint and return its step; None when there is none."""
+        """Restore the newest complete checkpoint and return the step; None if there is no checkpoint."""
         state = self._actor.load_checkpoint(self._directory)
         if state is None:
             return None

@@ -14,12 +14,12 @@ from dppo_megatron.weight_sync import Publisher
 from .batches import BatchSource
 
 LAG_S = 2.0  # between checks for restarted engines
-ROUND_S = 60.0  # the longest wait of other ranks in one broadcast
+ROUND_S = 60.0  # longest time that other ranks wait in one broadcast
 GO, STOP, STALLED, LAG, WAIT = 0, 1, 2, 3, 4
 
 
 class StopRequested(Exception):
-    """SIGTERM or SIGINT arrived; every rank raises it at the same point of the loop."""
+    """SIGTERM or SIGINT arrived; every rank raises this at the same point in the loop."""
 
 
 class BatchTimeout(ExpectedError, TimeoutError):
@@ -27,17 +27,17 @@ class BatchTimeout(ExpectedError, TimeoutError):
 
 
 class Control:
-    """Makes global rank 0 watch the bank and the signals, and broadcast its decision over gloo at least once a minute.
+    """Makes global rank 0 watch the bank and signals, and broadcast a decision over gloo at least once a minute.
 
-    Only one process of the job polls the file system, and a long wait never reaches the time-out of a collective. Use
-    it as a context manager: inside it SIGTERM and SIGINT request a stop, outside they terminate the process.
+    Only one process in the job polls the file system, and no collective times out during a long wait. Use the class as
+    a context manager: inside, SIGTERM and SIGINT request a stop; outside, they terminate the process.
     """
 
     def __init__(self, stall_timeout_s: float):
         self._stall_timeout_s = stall_timeout_s
-        self._progress, self._since = "", 0.0  # rank 0: the last progress of the rollouts, and its time
+        self._progress, self._since = "", 0.0  # rank 0: last rollout progress, and when it changed
         self._stop = False
-        self._handlers: dict[int, Any] = {}  # the previous handlers of the signals
+        self._handlers: dict[int, Any] = {}  # previous signal handlers
         self._ranks = Ranks(timeout_s=stall_timeout_s + 120)
 
     def __enter__(self) -> Control:
@@ -49,7 +49,7 @@ class Control:
             signal.signal(number, handler)
 
     def barrier(self) -> None:
-        """Return when every rank has called it; rank 0 may wait for engines longer than a collective may take."""
+        """Return when every rank has called this; rank 0 may wait for engines longer than a collective may take."""
         self._ranks.barrier("rank 0, which waits for the engines")
 
     def wait_until_ready(self, source: BatchSource, step: int, publisher: Publisher | None = None) -> bool:

@@ -1,4 +1,4 @@
-"""The training loop. A step waits, reads, updates, publishes and saves; n is rollout.max_staleness.
+"""Run the training loop. A step waits, reads, updates, publishes and saves; n is rollout.max_staleness.
 
     every trainer rank                     orchestrator and engines
     publish 0 ---------------------------> verify the weights, then sample the groups of steps 0 to n
@@ -11,7 +11,7 @@
 
 A wait ends after run.stall_timeout_s without any progress, a publish after engine.unavailable_timeout_s without an
 engine, and each collective after parallel.timeout_s. Colocated engines and the actor use the GPUs in turn: `publish`
-offloads the actor, so the checkpoint is saved before it.
+offloads the actor, so the checkpoint is saved before the publish.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Training:
     def run(self) -> int:
         """Train from `step` to `train.steps`; return the number of finished steps.
 
-        Collective: every rank runs it. A requested stop takes effect at a step boundary or while waiting, after a
-        checkpoint, and returns early. After the last publish to colocated engines the actor stays offloaded.
+        Collective: every rank runs it. A requested stop takes effect at a step boundary or while waiting; the loop then
+        saves a checkpoint and returns early. After the last publish to colocated engines, the actor stays offloaded.
         """
         if self.publisher is not None:
             with phase("publish"):
@@ -123,7 +123,7 @@ class Training:
         if self.publisher is not None:
             with metrics.timed("publish"):
                 metrics.add(self.publisher.publish(self.step).metrics())
-                self.control.barrier()  # rank 0 may wait for an engine longer than the time-out of a collective
+                self.control.barrier()  # rank 0 may wait for an engine longer than a collective may take
 
     def _save(self, metrics: StepMetrics) -> None:
         if self.checkpoints.due(self.step):

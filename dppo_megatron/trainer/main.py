@@ -41,7 +41,7 @@ OPEN_FILES = 1 << 16  # used if the machine sets no limit: NCCL's connections to
 
 
 def run_trainer(config: Config, *, resume: bool) -> None:
-    """Run one trainer rank to the end of `train.steps`, or to the step boundary at which a signal requested a stop.
+    """Run one trainer rank until `train.steps`, or until the step boundary at which a signal requested a stop.
 
     Rank, world size and rendezvous come from the environment (torchrun, srun or the local launcher). Raises the errors
     that stop training: `ModelError`, `WeightSyncError`, `BatchTimeout`, `TrainingDiverged`.
@@ -59,7 +59,7 @@ def run_trainer(config: Config, *, resume: bool) -> None:
     engines = None
     colocated = config.samples and config.engine.placement == "colocated"
     if colocated:
-        engines = _connect(config, run, layout, control)  # they start on empty GPUs, and sleep until the first publish
+        engines = _connect(config, run, layout, control)  # engines start on empty GPUs, sleep until the first publish
         if engines is not None:
             engines.put_to_sleep()
         control.barrier()
@@ -138,7 +138,7 @@ def run_trainer(config: Config, *, resume: bool) -> None:
 
 
 def _connect(config: Config, run: RunDir, layout: Layout, control: Control) -> EngineThread | None:
-    """Create the engine clients on rank 0, which waits for the engines; the other ranks wait for it without a limit."""
+    """Create the engine clients on rank 0, which waits for the engines; other ranks wait for rank 0 without a limit."""
     engines = None
     with phase("wait"):
         if layout.rank == 0:
@@ -149,7 +149,7 @@ def _connect(config: Config, run: RunDir, layout: Layout, control: Control) -> E
 
 
 def head(config: Config, actor: Actor, objective: ObjectiveProtocol) -> list[str]:
-    """Return the first lines of the log: the method in words, and the other settings that decide the result."""
+    """Return the first log lines: the method in words, and the other settings that decide the result."""
     settings = config.objective
     credit = f" of turns (discount {settings.discount:g})" if settings.credit == "turn" else ""
     return [

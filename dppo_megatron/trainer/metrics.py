@@ -1,4 +1,4 @@
-"""Record one step: the times of its named parts and the metrics of its updates."""
+"""Record a step: how long each named part took, and the update metrics."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from .batches import UpdateBatch
 
 log = logging.getLogger(__name__)
 
-REMEMBERED, FEW = 100, 5  # steps in the median, the run's usual mismatch; with fewer than FEW nothing is reported
+REMEMBERED, FEW = 100, 5  # steps in the median, the usual mismatch in a run; below FEW steps, nothing is reported
 JUMP, JUMP_FLOOR = 5.0, 1e-3  # first: factor of the median; second: nats, above the jumps that fp32 rounding causes
-# Engine and trainer must be compared with the same weights: only the first update of a step has them (at staleness 0).
+# Engine and trainer must be compared under equal weights: only a step's first update has them (at staleness 0).
 FIRST_UPDATE = ("mismatch/",)
 SCORED = ("time/recompute_s", "time/reference_s", "time/teacher_s")  # each takes a forward pass over the step
 COMPUTING = ("time/forward_backward_s", "time/optimizer_s", *SCORED)
 
 
 class MismatchLimit(ExpectedError, RuntimeError):
-    """The log-probs of engine and trainer for the sampled tokens differ by more than the user allows."""
+    """Engine and trainer log-probs of the sampled tokens differ by more than the user allows."""
 
 
 class MismatchHistory:
-    """Reports a mismatch far above the run's usual one, with or without a limit. A resumed run starts empty."""
+    """Reports a mismatch far above the usual mismatch in a run, with or without a limit. A resumed run starts empty."""
 
     def __init__(self) -> None:
         self._history: deque[float] = deque(maxlen=REMEMBERED)
@@ -59,7 +59,7 @@ class MismatchHistory:
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Computes the model FLOPs of a step per second of computation."""
+    """Computes a step's model FLOPs per second of computation."""
 
     flops: ModelFlops
     ranks: int
@@ -74,7 +74,7 @@ class Throughput:
         )
 
     def metrics(self, work: Work, times: Mapping[str, float]) -> dict[str, float]:
-        """Return the throughput metrics. work: of the step's updates, over all ranks. times: seconds by metric name."""
+        """Return the throughput metrics. work: the step's updates on all ranks. times: seconds by metric name."""
         flops = self.flops.update(work) + sum(name in times for name in SCORED) * self.flops.forward(work)
         rate = flops / self.ranks / sum(times.get(name, 0.0) for name in COMPUTING)
         mfu = {} if self.peak is None else {"throughput/mfu": rate / self.peak}
@@ -82,7 +82,7 @@ class Throughput:
 
 
 class StepMetrics:
-    """Collects the metrics of one step: means over its updates, except a few metrics of the first update only."""
+    """Collects a step's metrics over all updates; a few metrics come from the first update only."""
 
     def __init__(self, throughput: Throughput | None = None) -> None:
         self._throughput = throughput
@@ -108,9 +108,9 @@ class StepMetrics:
         return self._updates[0][0].metrics.get("mismatch/kl") if self._updates else None
 
     def check_mismatch(self, limit: float | None, step: int) -> None:
-        """Raise `MismatchLimit` when the step's mismatch/kl exceeds `rollout.max_mismatch_kl`.
+        """Raise `MismatchLimit` if the step's mismatch/kl exceeds `rollout.max_mismatch_kl`.
 
-        It is also raised when the value is not finite or the objective does not measure it.
+        Also raises it if the value is not finite or the objective does not measure it.
         """
         if limit is None or not self._updates:
             return
@@ -187,10 +187,10 @@ def improvement_bounds(
 ) -> dict[str, float]:
     """Return the bounds that DPPO (arXiv 2602.04879) subtracts from the surrogate's gain, for rewards up to 1 in size.
 
-    Theorem 3.2: 2 T (T - 1) D_max^2, D_max the largest TV of any token. Here the largest |pi - mu| of a sampled token,
-    which is a lower bound, replaces D_max. Appendix B.3 is tighter for long responses: 4 E_mu sum_t TV(mu, pi),
-    estimated without bias. Sums over responses; T `horizon`, the longest. With turns and branches, count only tokens
-    that the policy sampled.
+    Theorem 3.2: 2 T (T - 1) D_max^2, where T is `horizon`, the longest response, and D_max the largest TV of any token.
+    Here the largest |pi - mu| of a sampled token replaces D_max, as a lower bound. Appendix B.3 is tighter for long
+    responses: 4 E_mu sum_t TV(mu, pi), summed over a response and estimated without bias. With turns and branches,
+    count only tokens that the policy sampled.
     """
     return {
         "bound/quadratic": 2 * horizon * (horizon - 1) * largest**2,

@@ -22,9 +22,9 @@ from .metrics import StepMetrics
 class PolicyLogprobs:
     """Adds the log-probs that the objective needs to a step's micro-batches, before the first update.
 
-    Most objectives need none. Old log-probs come from the current weights, before the step's updates change them.
-    Reference log-probs come from `model.path`, and lists may come from a teacher in the trainer's memory. These models
-    are built here only when needed. Each costs one forward pass over the step, which is timed separately.
+    Most objectives need no such log-probs. Old log-probs come from the current weights, before the step's updates
+    change them. Reference log-probs come from `model.path`, and lists may come from a teacher in the trainer's memory.
+    These models are built here only if needed. Each kind costs a forward pass over the step, timed separately.
     """
 
     def __init__(self, actor: Actor, objective: ObjectiveProtocol):
@@ -54,12 +54,12 @@ class PolicyLogprobs:
 
 
 def with_batch_statistic(objective: ObjectiveProtocol, batch: StepBatch, layout: Layout) -> ObjectiveProtocol:
-    """Return the objective for this step; an objective without a statistic is returned unchanged.
+    """Return the objective with this step's statistic; an objective without a statistic is returned unchanged.
 
-    The statistic covers the tokens of all updates and data-parallel ranks, from the same values as their loss.
-    Collectives, if the objective needs a statistic: an all-reduce over the data-parallel group, and a broadcast,
-    because ranks with the same tokens must drop the same tokens in spite of rounding. Context-parallel ranks have the
-    same tokens, which does not change a mean.
+    The statistic covers all updates and data-parallel ranks, and uses the values that the loss uses. An objective with
+    a statistic needs two collectives: an all-reduce over the data-parallel group, and a broadcast, because ranks with
+    the same tokens must drop the same tokens despite rounding. Context-parallel ranks have the same tokens, which does
+    not change a mean.
     """
     if not objective.needs_statistic or not batch.updates:
         return objective
@@ -81,7 +81,7 @@ def _statistic_sums(objective: ObjectiveProtocol, tokens: TokenBatch) -> Tensor:
 
 
 def _scored(batch: StepBatch, score: Callable[[list[TokenBatch]], list[dict[str, Any]]]) -> StepBatch:
-    """Return `batch` with the fields that `score` returns for its micro-batches."""
+    """Return `batch` with the fields that `score` returns for the micro-batches."""
     updates = []
     for update in batch.updates:
         scores = score(update.micro_batches)

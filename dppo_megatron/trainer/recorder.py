@@ -1,4 +1,4 @@
-"""Log the run on rank 0: its own records and those of the orchestrator."""
+"""Log the run on rank 0: the records of trainer and orchestrator."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ POLL_S = 0.02
 
 
 class RankZeroRecorder:
-    """Forwards metrics to the trackers on rank 0 and does nothing on other ranks. A context manager.
+    """Forwards metrics to the trackers on rank 0, and does nothing on other ranks. Use it as a context manager.
 
-    Only one process writes to the trackers. The orchestrator's measurements (sampling speed, evaluations) are therefore
-    read from its file and logged here under their step, possibly late.
+    Only one process writes to the trackers. This class therefore reads the orchestrator's measurements (sampling speed,
+    evaluations) from a file and logs them under their step, possibly late.
     """
 
     def __init__(self, config: Config, rank: int, resume_step: int | None, decode: Callable[[int], str]):
-        """Open the trackers on rank 0. decode: token id -> its text, for the log of masked tokens."""
+        """Open the trackers on rank 0. decode: token id -> text, for the masked-token log."""
         self._config = config
         self._trackers = build_trackers(config, resume_step) if rank == 0 else None
         self._masked = MaskedTokenLog(config.run.dir, decode, resume_step) if rank == 0 else None
@@ -48,7 +48,7 @@ class RankZeroRecorder:
         self._trackers.log(step, metrics)
 
     def log_missing(self, step: int | None, metrics: Mapping[str, Any]) -> None:
-        """Log `metrics` of a checkpoint if its step has no record: the run was killed between the two."""
+        """Log `metrics` from a checkpoint if `step` has no record, because the run was killed between the two."""
         if self._trackers is None or step is None or step in self._recorded:
             return
         for record in metrics_of([{**metrics, "step": step}]):

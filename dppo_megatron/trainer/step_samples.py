@@ -1,7 +1,7 @@
-"""Represent the trajectories of one step as arrays [G, n] of rewards, lengths and advantages, without tokens.
+"""Represent a step's trajectories as arrays [G, n] of rewards, lengths and advantages, without tokens.
 
-A plain response is a trajectory with one branch. Each branch of a trajectory is a row of the batch. The trajectory is
-counted once in its group's baseline and in the denominators. Its tokens are the tokens of all its branches.
+A plain response is a trajectory with one branch. Each branch is a row in the batch. A trajectory counts once in the
+group baseline and in the denominators, with the tokens in all branches.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ class StepSamples:
 
     rewards: np.ndarray  # fp32, from the verifier
     valid: np.ndarray  # bool, False if the verifier gave no reward
-    lengths: np.ndarray  # int32, tokens after the prompt, of the longest branch
+    lengths: np.ndarray  # int32, tokens after the prompt in the longest branch
     sampled: np.ndarray  # int32, tokens that the policy sampled, in all branches
     branches: np.ndarray  # int32, number of branches
     truncated: np.ndarray  # bool, cut at the length limit
     carrying: np.ndarray  # int32, tokens that carry loss: all sampled tokens, or 0
     penalties: np.ndarray  # fp32, added to the rewards: at most 0
-    advantages: np.ndarray  # fp32 [G, n, T], of each turn; T = 1: one value for all tokens
+    advantages: np.ndarray  # fp32 [G, n, T], per turn; T = 1: a single value for all tokens
 
     @classmethod
     def from_entries(cls, entries: Sequence[BankEntry], config: Config) -> StepSamples:
         """Build the arrays from the index lines only.
 
-        A truncated response that `objective.overlong_filter` removes from the loss is still counted in its group's
-        baseline, so the group's mean reward does not depend on which responses carry loss.
+        A truncated response that `objective.overlong_filter` removes from the loss still counts in the group baseline,
+        so the group's mean reward does not depend on which responses carry loss.
         """
         first = [e.first_of_trajectories for e in entries]
         last = [np.append(starts[1:], e.num_samples) - 1 for starts, e in zip(first, entries, strict=True)]
@@ -71,13 +71,13 @@ class StepSamples:
         return cls(rewards, valid, lengths, sampled, branches, truncated, loss_tokens, penalties, advantages)
 
     def part(self, groups: np.ndarray) -> StepSamples:
-        """Return only the given groups, with the advantages of the whole step."""
+        """Return only the given groups, with advantages from the whole step."""
         return StepSamples(*(getattr(self, name)[groups] for name in self.__slots__))
 
     def loss_weights(self, config: Config) -> np.ndarray:
-        """Return the loss weight of the tokens of each trajectory, fp32 [G, n].
+        """Return the loss weight of the tokens in each trajectory, fp32 [G, n].
 
-        The denominators count all loss-carrying trajectories of these groups, also those with advantage 0.
+        The denominators count all loss-carrying trajectories in these groups, even with advantage 0.
         """
         loss_tokens = torch.from_numpy(self.carrying).flatten()
         weights = sequence_weights(config.objective.aggregation, loss_tokens, horizon=config.horizon)

@@ -1,12 +1,14 @@
 """Store per-token values of some sequences in each update for `dppo-megatron view`.
 
-RUN/tokens/step-000012-r003.safetensors   of step 12 (counted from 1), written by rank 3; sequences end to end
+Rank 3 writes step 12 (counted from 1) to RUN/tokens/step-000012-r003.safetensors, with n sequences end to end:
 
-`position`, `sample` [n] int32: the prompt's position and the sample in its group. `counts` [n] int32: values of each
-sequence. `index` [N] int32: the index of each value among the sample's sampled tokens; with context parallelism only a
-part of them. `logprob`, `entropy` (nats) and `divergence` (the method's) fp32 [N], by the weights from which the update
-started; `masked` uint8 [N]. Example: counts [2, 1], index [0, 1, 4] are tokens 0 and 1 of the first sequence, 4 of the
-second.
+- `position`, `sample` [n] int32: prompt position, and sample in the group.
+- `counts` [n] int32: number of values per sequence.
+- `index` [N] int32: index of each value among the sampled tokens; with context parallelism only a part of them.
+- `logprob`, `entropy` (nats), `divergence` (the method's) fp32 [N]: under the weights from which the update started.
+- `masked` uint8 [N]: 1 for a masked token.
+
+Example: counts [2, 1], index [0, 1, 4] are tokens 0 and 1 in the first sequence, and token 4 in the second.
 """
 
 from __future__ import annotations
@@ -33,15 +35,15 @@ from .batches import StoredSequence, UpdateBatch
 log = logging.getLogger(__name__)
 
 _Row = tuple[tuple[int, int, int], np.ndarray, np.ndarray]
-"""Of one sequence: (position, sample, count), index [count], values [4, count]."""
+"""Contains (position, sample, count), index [count] and values [4, count] for one sequence."""
 
 _NAME = re.compile(r"step-(\d{6,})-r\d+\.safetensors")
 
 
 class TokenLog:
-    """Stores `tracking.token_sequences` sequences a step. No collectives; only `write` waits for the device.
+    """Stores `tracking.token_sequences` sequences a step. Runs no collectives; only `write` waits for the device.
 
-    On the last pipeline stage, only the first rank of each tensor-parallel group writes, because the others have the
+    On the last pipeline stage, only the first rank in each tensor-parallel group writes, because the others have the
     same tokens.
     """
 
@@ -50,13 +52,13 @@ class TokenLog:
         self._writes = config.tracking.token_sequences > 0 and layout.is_last_stage and layout.tensor_rank == 0
         self._rank = layout.rank
         self._readers: list[Callable[[], list[_Row]]] = []  # reads the device
-        if layout.rank == 0:  # before the first update, which no other rank can finish without this one
+        if layout.rank == 0:  # before the first update, which no other rank can finish without rank 0
             for path in self._directory.glob("step-*"):
                 if (name := _NAME.fullmatch(path.name)) and int(name[1]) > (resume_step or 0):
                     path.unlink()
 
     def observer(self, update: UpdateBatch) -> Callable[[MicroBatch, Tensor], None] | None:
-        """Return the observer for `Actor.train_update` of this update; None if this rank stores nothing."""
+        """Return the observer to pass to `Actor.train_update` for this update; None if this rank stores nothing."""
         if not self._writes or not update.stored:
             return None
         sequences_by_batch: dict[int, list[StoredSequence]] = {}
@@ -90,9 +92,10 @@ class TokenLog:
 
 
 def _rows(batch: TokenBatch, loss_rows: Tensor, row_values: Tensor, sequences: list[StoredSequence]) -> list[_Row]:
-    """Return the values of each sequence.
+    """Return the values for each sequence.
 
-    loss_rows: [n] int64 on the device, the loss rows of this rank in `batch`. row_values: [4, n] fp32 on the device.
+    loss_rows: [n] int64 on the device, this rank's loss rows in `batch`.
+    row_values: [4, n] fp32 on the device.
     """
     values, at = row_values.cpu().numpy(), loss_rows.cpu().numpy()
     mask, bounds = batch.mask.numpy(), batch.cu_seqlens.numpy()
