@@ -80,8 +80,7 @@ class Packer:
     """Turns token batches into micro-batches for a model.
 
     frequencies: inverse rope frequencies if our attention (`PackedAttention`) rotates, else None.
-    own_attention: whether to plan our attention.
-    flash: whether this plan is for FlashAttention.
+    own_attention: whether to plan our attention. flash: whether this plan is for FlashAttention.
     multiple: T is padded to a multiple of this number (sequence parallelism splits T evenly, FP8 needs whole tiles).
     round_size: a pass takes a multiple of this number of micro-batches (the interleaved pipeline schedule requires it).
     equal_group: group of ranks that need equal row counts in each micro-batch, else None.
@@ -208,8 +207,7 @@ class Packer:
             rank         0 1 1 0 | 0 1 1 0
 
         Rank 0: token_ids [a 0 d 0], rows [0, 2] go to the head, loss_rows [0, 3].
-        Rank 1: token_ids [b c e 0], rows [0], loss_rows [1].
-        Both: context_rows ([0, 3], [1]).
+        Rank 1: token_ids [b c e 0], rows [0], loss_rows [1]. Both: context_rows ([0, 3], [1]).
         """
         bounds = _extend(bounds, end)
         if shared is None:
