@@ -68,7 +68,7 @@ def compare(engine: Trace, trainer: Trace) -> list[Difference]:
     if trainer and all(layer == OUTSIDE for layer, _ in keys):
         raise ExpectedError(
             f"no layer has a value that both sides recorded (engine {len(engine)} values, trainer {len(trainer)}); "
-            "docs/certify.md#what-can-be-recorded lists the models that can be compared"
+            "docs/certify.md#recorded-values lists the models that can be compared"
         )
     return [_difference(key, engine[key], trainer[key]) for key in keys]
 
