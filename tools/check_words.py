@@ -5,7 +5,8 @@
   per 1,000 words of comments and docstrings, and of documentation pages, is limited to twice the highest rate in six
   well-regarded codebases. `python tools/check_words.py --rates` prints all rates.
 - Names: variables, arguments, attributes and functions of the package that are function words or bare participles
-  (`found`, `what`, `own`) do not say what they hold. `python tools/check_words.py --names` lists them.
+  (`found`, `what`, `own`) do not say what they hold. `python tools/check_words.py --names` lists them. Names of tests
+  contain no word such as "what", "alone" or "said".
 """
 
 from __future__ import annotations
@@ -44,6 +45,10 @@ RATES = {
     "those that": (r"those that", 0.0, 0.0),
     "lie, lies": (r"lies?", 0.0, 0.0),
     "anew": (r"anew", 0.0, 0.0),
+    "of the": (r"of the", 5.0, 5.0),
+    "its": (r"its", 3.0, 4.0),
+    "one": (r"one", 4.0, 6.0),
+    "those of, that of": (r"th(?:ose|at) of", 0.0, 0.3),
 }
 # Words that name nothing by themselves. Nouns that are common names (`first`, `last`, `new`, `old`) are not among them.
 VAGUE = re.compile(
@@ -56,6 +61,7 @@ VAGUE = re.compile(
 )
 VERBS = {"read"}  # names of functions all the same
 MOST_VAGUE = 0.2  # per 1,000 lines with code
+UNCLEAR_TEST = re.compile(r"test_(?:.*_)?(?:what|alone|whose|nobody|somebody|says|said|told|beside|anew)(?:_.*)?")
 
 COUNTED = {word: re.compile(rf"\b(?:{pattern})\b", re.IGNORECASE) for word, (pattern, *_) in RATES.items()}
 
@@ -111,6 +117,13 @@ def vague_names(source: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, name
 
 
+def unclear_tests(source: str) -> Iterator[tuple[int, str]]:
+    """Yield line number and name of every test function that `UNCLEAR_TEST` matches."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and UNCLEAR_TEST.fullmatch(node.name):
+            yield node.lineno, node.name
+
+
 def names_above_limit(root: Path) -> Iterator[str]:
     sources = [file.read_text() for file in sorted((root / "dppo_megatron").rglob("*.py"))]
     lines = sum(bool(line.strip()) for source in sources for line in source.splitlines())
@@ -127,6 +140,10 @@ def main(root: Path) -> int:
         if name not in EXEMPT:
             found += [f"{name}: {word!r} in its name, write: {better}" for _, word, better in find_words(name)]
             found += [f"{name}:{n}: {word!r}, write: {better}" for n, word, better in find_words(file.read_text())]
+        if name.startswith("tests/") and name.endswith(".py"):
+            found += [
+                f"{name}:{n}: {test}: name the object and the verb" for n, test in unclear_tests(file.read_text())
+            ]
     found += [*above_limit(prose(root)), *names_above_limit(root)]
     print("\n".join(found) or "words: no retired ones, none too frequent")
     return 1 if found else 0

@@ -31,6 +31,13 @@ def test_an_ordinary_word_is_not(text):
     assert not check_words.find_words(text)
 
 
+def test_a_test_with_an_unclear_name_is_named(tmp_path, capsys):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_x.py").write_text("def test_what_is_said(): ...\ndef test_the_data_is_read(): ...\n")
+    assert check_words.main(tmp_path) == 1
+    assert "tests/test_x.py:1: test_what_is_said: name the object and the verb" in capsys.readouterr().out
+
+
 def test_a_file_name_counts_and_the_changelog_may_use_retired_words(tmp_path):
     (tmp_path / "dppo_megatron").mkdir()
     (tmp_path / "CHANGELOG.md").write_text(RETIRED[0])
