@@ -39,7 +39,7 @@ def test_a_hostile_exception_or_return_value_fails_only_its_own_sample(kind, cap
     with pool(kind, workers=2, timeout_s=25.0) as rewards:  # one of them imports torch first
         started = time.monotonic()
         check(names, *asyncio.run(rewards.score(PROMPT, names)))
-        assert time.monotonic() - started < 30
+        assert time.monotonic() - started < 120  # each time-out would cost 25 s, and appear among the reasons below
     (total,) = re.findall(r"rewards of (\d+) of (\d+) samples failed: (.*)", caplog.text)[-1:]
     assert (int(total[0]), int(total[1])) == (sum(n != "ok" and n not in exactly for n in names), len(names))
     assert re.fullmatch(r"\d+ raised, \d+ not_finite", total[2])
