@@ -50,12 +50,6 @@ def check_read(run, *texts: str) -> None:
             assert text in shown, (command, shown)
 
 
-@pytest.fixture
-def launch(tmp_path):
-    with launches(tmp_path) as start:
-        yield start
-
-
 @pytest.mark.parametrize("name", [name for name in ROLES if name != "trainer-0"])
 @pytest.mark.parametrize("death", [pytest.param(d, marks=pytest.mark.slow if d != "killed" else ()) for d in DEATHS])
 def test_a_dead_process_ends_the_run_and_its_death_is_read(launch, name, death):

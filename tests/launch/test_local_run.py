@@ -25,13 +25,7 @@ from dppo_megatron.slurm import job
 from dppo_megatron.slurm.allocation import Allocation
 from dppo_megatron.trainer.checkpoints import Checkpoints
 from tests.support.configs import make_config
-from tests.support.launched import BEATS, ENDLESS, TRAINS, Launched, check_gone, launches
-
-
-@pytest.fixture
-def launch(tmp_path):
-    with launches(tmp_path) as start:
-        yield start
+from tests.support.launched import BEATS, ENDLESS, TRAINS, Launched, check_gone
 
 
 def test_a_run_that_is_done_exits_0_and_ends_its_engine(launch):
