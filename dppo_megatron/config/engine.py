@@ -165,8 +165,8 @@ class RolloutConfig(Section):
     )
     max_concurrent_groups: Count = setting(256, "groups that are sampled at once")
     dynamic_sampling: bool = setting(False, "replace groups whose rewards are all equal by other prompts (DAPO)")
-    max_prompts_per_group: Count = setting(
-        8, "dynamic_sampling: more prompts per group of a step, on average, are an error", ge=2
+    max_prompts_per_group: Annotated[Count, Field(ge=2)] = setting(
+        8, "dynamic_sampling: more prompts per group of a step, on average, are an error"
     )
     routing_replay: bool = setting(False, "MoE: the trainer routes each token to the experts that the engine used (R3)")
     bank: FilePath | None = setting(None, "train on the rollouts of this bank, without sampling or engines")

@@ -54,7 +54,7 @@ def plan_of(builder):
     ],
 )
 def test_parameters_of_published_models_are_exact(plan_of, name, nodes, parameters, active):
-    """The totals are those of the built ranks, tensor by tensor; a difference to the files would raise."""
+    """The totals come from the built ranks; a difference from the files raises."""
     plan = plan_of(name, nodes=nodes, gpu="h200-141")
     assert plan.totals.parameters == parameters
     assert plan.totals.active == active
