@@ -23,8 +23,9 @@ class PolicyLogprobs:
     """Adds the log-probs that the objective needs to a step's micro-batches, before the first update.
 
     Most objectives need no such log-probs. Old log-probs come from the current weights, before the step's updates
-    change them. Reference log-probs come from `model.path`, and lists may come from a teacher in the trainer's memory.
-    These models are built here only if needed. Each kind costs a forward pass over the step, timed separately.
+    change them. Reference log-probs come from the start model (`model.start`), and lists may come from a teacher in the
+    trainer's memory. These models are built here only if needed. Each kind costs a forward pass over the step, timed
+    separately.
     """
 
     def __init__(self, actor: Actor, objective: ObjectiveProtocol):
