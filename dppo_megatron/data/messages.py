@@ -1,7 +1,7 @@
 """Normalize prompts and answers, so that JSON lines and tables give the same text.
 
 Arrow, the table format, gives all objects in a column the same fields, in the order of the first row. Absent fields
-become null. A column with a missing number or a fraction stores 72 as 72.0.
+become null. A column with a fraction, or that pandas wrote with a missing number, stores 72 as 72.0.
 """
 
 from __future__ import annotations

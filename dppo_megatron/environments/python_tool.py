@@ -89,7 +89,7 @@ class Limits:
 def python_tool(**limits: Any) -> Callable[[str], str]:
     """Return the tool `python` for an environment's `tools`. `limits` sets fields of `Limits`.
 
-    Tests each limit. Raises `SandboxError` if a limit cannot be enforced on this machine.
+    Tests the isolation and most limits. Raises `SandboxError` if one of them cannot be enforced on this machine.
     """
     tool_limits = Limits(**limits)
     _try_limits(tool_limits)

@@ -68,7 +68,7 @@ class MicroBatchWork:
 class Layer:
     """Counts a layer's bytes. `saved` is kept until the backward pass, and `working` is added while that pass runs.
 
-    `core` is the part that selective recompute frees. It is small because attention never stores scores.
+    `core` is the part that selective recompute frees. It is small because no attention scores are counted.
     """
 
     saved: dict[str, int]
