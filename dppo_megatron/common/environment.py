@@ -51,10 +51,10 @@ def child_environment(
     """
     dropped = f"{_OF_OTHERS}|{_OF_SERVERS}" if server else _OF_OTHERS
     variables = {name: value for name, value in os.environ.items() if not re.fullmatch(dropped, name)}
-    # With a SOCKS proxy, httpx opens no client without socksio. Clients expect different forms of IPv6 in no_proxy.
-    if peer and (":" in peer or find_spec("socksio") is None):
-        unusable = re.compile("(http|all)_proxy=" if ":" in peer else "(https?|all)_proxy=socks")
-        variables = {name: value for name, value in variables.items() if not unusable.match(f"{name}={value}".lower())}
+    # Clients expect different forms of IPv6 in no_proxy. With a SOCKS proxy, httpx opens no client without socksio.
+    unusable = {"(http|all)_proxy=": ":" in peer, "(https?|all)_proxy=socks": peer and find_spec("socksio") is None}
+    for pattern in (pattern for pattern, applies in unusable.items() if applies):
+        variables = {n: value for n, value in variables.items() if not re.match(pattern, f"{n}={value}".lower())}
     no_proxy = [value.strip() for name, value in variables.items() if name.lower() == "no_proxy"]
     direct = "*" if "*" in no_proxy else ",".join(filter(None, dict.fromkeys((*no_proxy, *LOOPBACK, peer))))
     if len(os.fsencode(tempfile.gettempdir())) > _LONGEST_TMPDIR:

@@ -98,6 +98,7 @@ def test_engines_of_a_machine_share_its_cpus(monkeypatch, kind, count, nodes, th
             "fd00::1",
             {"http_proxy": None, "https_proxy": "http://p"},
         ),
+        ({"https_proxy": "socks5://p"}, "fd00::1", {"https_proxy": None}),
     ],
 )
 def test_requests_to_a_peer_and_to_loopback_pass_no_proxy(monkeypatch, before, peer, after):
