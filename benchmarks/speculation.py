@@ -6,9 +6,9 @@ Two servers have the same random model. It is sampled at the temperature at whic
 One token in 64 ends a sample, so lengths have a long tail. An epoch samples each prompt SAMPLES times, at most
 `running` samples at once, and its drafts are the samples of the two epochs before, as from a bank. Both servers sample
 the same requests, one after the other, in an order that alternates. A ratio above 1 is a saving. CPU seconds are those
-of the server with one thread, which other work on the machine changes less than the wall time. "predicted" is the gain
-that `plan --speculation` computes from the CPU times of a step measured here and from the samples. The samples of both
-servers are compared: without engine.exact they may differ after a near-tie.
+of the server with one thread, which other work on the machine changes less than the wall time. The samples of both
+servers are compared: without engine.exact they may differ after a near-tie. STEP_ROWS of `engines/drafts.py` was
+chosen from the CPU times of a step.
 With `--context short` the next token depends only on the current one, so samples that differ meet again, as texts do.
 With `full` the samples of a random model never do, which is less than texts have in common.
 """
@@ -37,7 +37,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from dppo_megatron.bank.earlier import GROUPS, PROMPT_TOKENS
 from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.engines.protocol import Engine, GenerateRequest
-from dppo_megatron.plan.drafts import StoredGroup, decode, parse_step_times
 from dppo_megatron.types import Rollout
 from tests.support.engines import engine_config, running_server
 
@@ -125,7 +124,7 @@ async def temperature_of(engine: Engine, vocabulary: int, nats: float) -> float:
 
 
 async def step_times(engine: Engine, server: psutil.Process, vocabulary: int) -> str:
-    """Return the CPU milliseconds of decoding steps by their rows, as `plan --step-ms` takes them."""
+    """Return the CPU milliseconds of decoding steps by their rows."""
     (request, *_), found = requests(0, vocabulary, 1.0), []
     request = replace(request, stop_token_ids=())
     for rows in ROWS:
@@ -135,23 +134,8 @@ async def step_times(engine: Engine, server: psutil.Process, vocabulary: int) ->
             asked = replace(request, request_id=name, n=rows, seeds=tuple(range(rows)), max_tokens=tokens)
             await engine.generate(asked)
             times[tokens].append(cpu_seconds(server) - began)
-        step = max(median(times[40]) - median(times[8]), 1e-6) / 32
-        found.append((rows, step))
-        if rows == SAMPLES:
-            found.insert(0, (0, max(median(times[8]) - 8 * step, 0)))
-    return " ".join(f"{rows}:{1e3 * s:.2f}" for rows, s in found)
-
-
-def predicted(wanted: list[GenerateRequest], groups: list[Group], running: int, step_ms: str) -> tuple[float, float]:
-    """Return the gain and the share of tokens without a step that `plan --speculation` predicts for these samples."""
-    stored = [
-        StoredGroup(w.token_ids[-PROMPT_TOKENS:], [r.token_ids for r in group], list(w.drafts), GROUPS)
-        for w, group in zip(wanted, groups, strict=True)
-    ]
-    limits = {"together": running // SAMPLES, "running": running, "batch": 8, "step_s": parse_step_times(step_ms)}
-    plain, drafted = (decode(stored, max_drafts=most, **limits) for most in (0, DRAFT_TOKENS))
-    accepted, tokens = sum(map(sum, drafted.accepted.values())), sum(len(s) for g in stored for s in g.samples)
-    return plain.seconds / drafted.seconds, accepted / tokens
+        found.append(f"{rows}:{1e3 * (median(times[40]) - median(times[8])) / 32:.2f}")
+    return " ".join(found)
 
 
 async def compare(urls: dict[str, str], config: dict, arguments: argparse.Namespace) -> None:
@@ -162,17 +146,14 @@ async def compare(urls: dict[str, str], config: dict, arguments: argparse.Namesp
     print(f"temperature {temperature:.3f}, {arguments.nats} nats a token; {PROMPTS} prompts x {SAMPLES} samples")
     step_ms = await step_times(engines["without"], servers["without"], vocabulary)
     print(f"CPU ms of a step by its rows: {step_ms}")
-    head = (
-        "running  without s  CPU s  with s  CPU s  ratio  CPU ratio  predicted  accepted/step  share  saved  predicted"
-    )
-    print(f"{head}  same samples")
+    print("running  without s  CPU s  with s  CPU s  ratio  CPU ratio  accepted/step  share  saved  same samples")
     for running in arguments.running:
         epochs = []
         for epoch in range(1, 1 + GROUPS):
             wanted = requests(epoch, vocabulary, temperature)
             epochs.append((await sample(engines["without"], servers["without"], wanted, running, f"e{running}"))[1])
         costs: dict[str, list[Cost]] = {"without": [], "with": []}
-        same, gains = [], []
+        same = []
         engines["with"].counts.clear()
         for number in range(arguments.rounds):
             wanted = with_drafts(requests(len(epochs) + 1, vocabulary, temperature), epochs)
@@ -182,7 +163,6 @@ async def compare(urls: dict[str, str], config: dict, arguments: argparse.Namesp
                 costs[name].append(cost)
             pairs = [pair for groups in zip(*found.values(), strict=True) for pair in zip(*groups, strict=True)]
             same += [np.array_equal(a.token_ids, b.token_ids) for a, b in pairs]
-            gains.append(predicted(wanted, found["without"], running, step_ms))
             epochs.append(found["without"])
         counts = engines["with"].counts
         wall, cpu = (
@@ -192,10 +172,9 @@ async def compare(urls: dict[str, str], config: dict, arguments: argparse.Namesp
         means = [median(getattr(c, field) for c in costs[name]) for name in costs for field in ("wall_s", "cpu_s")]
         print(
             f"{running:>7}{means[0]:>11.2f}{means[1]:>7.2f}{means[2]:>8.2f}{means[3]:>7.2f}{wall:>7.2f}{cpu:>11.2f}"
-            f"{median(gain for gain, _ in gains):>11.2f}{counts['accepted'] / max(1, counts['draft_steps']):>15.2f}"
+            f"{counts['accepted'] / max(1, counts['draft_steps']):>15.2f}"
             f"{counts['accepted'] / max(1, counts['drafted']):>7.2f}"
-            f"{counts['accepted'] / counts['sampled_tokens']:>7.2f}{np.mean([saved for _, saved in gains]):>11.2f}"
-            f"{np.mean(same):>14.2f}",
+            f"{counts['accepted'] / counts['sampled_tokens']:>7.2f}{np.mean(same):>14.2f}",
             flush=True,
         )
     for engine in engines.values():

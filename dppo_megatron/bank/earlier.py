@@ -7,7 +7,7 @@ from threading import Lock
 
 import numpy as np
 
-from dppo_megatron.types import Prompt, RolloutGroup
+from dppo_megatron.types import Prompt
 
 from .errors import BankError
 from .reader import BankReader
@@ -57,11 +57,7 @@ class EarlierSamples:
             self._retired |= retired_segments(self._reader.directory, [entry.segment])
         if entry.segment in self._retired:
             return []
-        return sequences(self._reader.read(entry, parts=("core",)), prompt)
-
-
-def sequences(group: RolloutGroup, prompt: Prompt) -> list[np.ndarray]:
-    """Return the group's samples, each after the last tokens of `prompt`, [.] int32; none if the prompts differ."""
-    if not np.array_equal(group.prompt.token_ids, prompt.token_ids):  # the row of another file
-        return []
-    return [np.concatenate([prompt.token_ids[-PROMPT_TOKENS:], r.token_ids]) for r in group.rollouts]
+        group = self._reader.read(entry, parts=("core",))
+        if not np.array_equal(group.prompt.token_ids, prompt.token_ids):  # the row of another file
+            return []
+        return [np.concatenate([prompt.token_ids[-PROMPT_TOKENS:], r.token_ids]) for r in group.rollouts]

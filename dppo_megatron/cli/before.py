@@ -55,11 +55,6 @@ def plan(
     tokens_per_s: Annotated[float, typer.Option(min=1e-3, help="--lengths: sampling speed of one response")] = 50.0,
     train_s: Annotated[float, typer.Option(min=0, help="--lengths: seconds to train and publish a step")] = 60.0,
     store_mb_per_s: Annotated[float, typer.Option(min=1e-3, help="--lengths: speed of the orchestrator")] = 100.0,
-    speculation: Annotated[Path | None, typer.Option(help="run: predict the gain of engine.draft_tokens")] = None,
-    step_ms: Annotated[
-        str | None,
-        typer.Option(help="--speculation: rows and milliseconds of steps, '0:80 1:9 8:12'; 0 rows start a group"),
-    ] = None,
     overrides: Overrides = None,
 ) -> None:
     """Print the memory that each rank of a layout needs, and the best changes when it does not fit.
@@ -67,7 +62,6 @@ def plan(
     Needs config.json at model.path, and no weights, GPUs or network. Exit code 1 when the layout does not fit.
     """
     from dppo_megatron.plan import Cluster, RankBuilder, advise, hardware, make_plan, report
-    from dppo_megatron.plan.drafts import drafts_report
     from dppo_megatron.plan.pace import pace_report, pace_settings, read_lengths
 
     config = read_config(config_file, overrides or ())
@@ -80,8 +74,6 @@ def plan(
             config, layout_plan.hf, tokens_per_s=tokens_per_s, train_s=train_s, store_mb_per_s=store_mb_per_s
         )
         typer.echo("\n" + "\n".join(pace_report(read_lengths(lengths, config.rollout.group_size), settings)))
-    if speculation is not None:
-        typer.echo("\n" + "\n".join(drafts_report(speculation, config, step_ms)))
     raise typer.Exit(0 if layout_plan.fits else 1)
 
 

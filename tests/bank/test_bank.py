@@ -260,6 +260,26 @@ def test_a_group_that_fails_in_the_writers_thread_leaves_its_position_free(tmp_p
         assert writer.append(make_group(1)) == 2
 
 
+def test_the_bank_gives_the_earlier_samples_of_a_prompt(tmp_path):
+    bank = EarlierSamples(BankReader(tmp_path))
+    groups = [make_group(row, shortest=20, longest=40) for row in (0, 1)]
+    prompt = dataclasses.replace(groups[0].prompt, position=9)
+    assert bank.samples(prompt) == ()
+    with BankWriter(tmp_path, 2) as writer:
+        for position in range(4):  # two groups of each prompt
+            group = groups[position % 2]
+            writer.append(dataclasses.replace(group, prompt=dataclasses.replace(group.prompt, position=position)))
+    found = bank.samples(prompt)
+    assert len(found) == 8  # of the two newest groups
+    for tokens, rollout in zip(found, groups[0].rollouts * 2, strict=True):
+        np.testing.assert_array_equal(tokens, np.concatenate([prompt.token_ids, rollout.token_ids]))
+    assert bank.samples(dataclasses.replace(prompt, row=5)) == ()
+    assert bank.samples(dataclasses.replace(prompt, token_ids=prompt.token_ids[1:])) == ()  # that row of another file
+    (tmp_path / "segment-000000.bin").unlink()
+    (tmp_path / "retain-from-000001").touch()
+    assert len(bank.samples(prompt)) == 4  # the other segment was deleted with permission
+
+
 def test_the_writers_reader_has_its_groups_without_reading_the_index(tmp_path, monkeypatch):
     with BankWriter(tmp_path, 3) as writer:
         append(writer, range(7))
