@@ -142,50 +142,40 @@ def predict(groups: Sequence[np.ndarray], settings: PaceSettings) -> Pace:
 def _play(groups: list[np.ndarray], s: PaceSettings) -> tuple[float, float]:
     """Return (seconds per step in which the trainer waits, mean token staleness)."""
     bound = StalenessBound(s.prompts_per_step, s.max_staleness)
+    tokens = [float(lengths.sum()) for lengths in groups]
     now = waited = 0.0
     busy_until = 0.0  # the orchestrator
     lag = 0.0  # versions, summed over all stored tokens
-    waiting_since: float | None = 0.0  # the trainer
-    stored = 0
+    started = stored = 0  # groups
+    trained = 0  # steps that the trainer began
     events: list[tuple[float, int, int]] = []  # time, kind, group
     published = [0.0]  # time of each version
-    start_times: dict[int, float] = {}  # start times of groups that are being sampled or scored
-    last_steps: dict[int, int] = {}  # last allowed step of each such group
-    finished: list[tuple[int, int, float]] = []  # last step, group, start time
+    running: dict[int, tuple[int, int, float]] = {}  # groups that are sampled or scored: (last step, group, start)
+    finished: list[tuple[int, int, float]] = []  # groups that wait for slower ones, as a heap
     while True:
         version = len(published) - 1
-        while len(start_times) < s.concurrent:
-            group = stored + len(start_times) + len(finished)
-            if group >= len(groups) or version < bound.needed_version(group):
-                break
-            start_times[group], last_steps[group] = now, bound.last_step(version)
-            heapq.heappush(events, (now + float(groups[group].max()) / s.tokens_per_s, _SAMPLED, group))
+        while len(running) < s.concurrent and started < len(groups) and version >= bound.needed_version(started):
+            running[started] = bound.last_step(version), started, now
+            heapq.heappush(events, (now + float(groups[started].max()) / s.tokens_per_s, _SAMPLED, started))
+            started += 1
         if not events:
-            tokens = sum(int(lengths.sum()) for lengths in groups)
-            return waited / s.steps, lag / tokens
+            return waited / s.steps, lag / sum(tokens)
         now, kind, group = heapq.heappop(events)
         if kind == _SAMPLED:
-            size = float(groups[group].sum()) * s.bytes_per_token
-            busy_until = max(busy_until, now) + size / s.store_bytes_per_s
+            busy_until = max(busy_until, now) + tokens[group] * s.bytes_per_token / s.store_bytes_per_s
             heapq.heappush(events, (busy_until, _SCORED, group))
         elif kind == _PUBLISHED:
             published.append(now)
-            waiting_since = now
         else:
-            finished.append((last_steps.pop(group), group, start_times.pop(group)))
-            finished.sort()
-            while finished:
-                other_last_steps = [last for last, _, _ in finished[1:]]
-                if last_steps and not bound.leaves_room(stored, [*last_steps.values(), *other_last_steps]):
-                    break
-                _, group, start = finished.pop(0)
-                newer = 0.0  # versions that tokens gain from weights published while the group was sampled
-                for publish_time in published[1:]:
-                    newer += np.clip(groups[group] - max(publish_time - start, 0.0) * s.tokens_per_s, 0, None).sum()
-                lag += stored // s.prompts_per_step * float(groups[group].sum()) - newer
+            heapq.heappush(finished, running.pop(group))
+            while finished and bound.leaves_room(stored, [last for last, *_ in (*finished[1:], *running.values())]):
+                _, group, start = heapq.heappop(finished)
+                offsets = [max(at - start, 0.0) * s.tokens_per_s for at in published[1:]]  # tokens before each update
+                # Versions that tokens gain from weights published while the group was sampled.
+                newer = sum(np.maximum(groups[group] - offset, 0).sum() for offset in offsets)
+                lag += stored // s.prompts_per_step * tokens[group] - newer
                 stored += 1
-        step = len(published) - 1
-        if waiting_since is not None and step < s.steps and stored >= (step + 1) * s.prompts_per_step:
-            waited += now - waiting_since
-            waiting_since = None
+        if trained == len(published) - 1 and stored >= (trained + 1) * s.prompts_per_step:
+            waited += now - published[-1]
+            trained += 1
             heapq.heappush(events, (now + s.train_s, _PUBLISHED, 0))
