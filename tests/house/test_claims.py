@@ -71,4 +71,4 @@ def test_a_new_result_contradicts_an_old_page(tmp_path, capsys):
     assert check_claims.main(tmp_path) == 1
     printed = capsys.readouterr().out
     assert "README.md: " in printed
-    assert "docs/gpu_day.md: `colocated`, `broadcast` and `vllm_tp2` have not run on a GPU.: 2027-01-01" in printed
+    assert "docs/gpu_day.md: `colocated` and the parts for several GPUs have not run on a GPU.: 2027-01-01" in printed
