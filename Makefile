@@ -17,7 +17,7 @@
 # make study-smoke    a two-minute study: task, start policy, one method, two seeds
 # make attack         tests/attack with another seed and more cases: ATTACK_SEED=N ATTACK_CASES=N make attack
 # make test-gpu       on a machine with a GPU, twelve minutes: kernels, training, offload, a colocated engine; writes a file
-# make lint           ruff, mypy, wording, docs-check, the rules of tests/house (layers, sizes, names)
+# make lint           ruff, mypy, layers of imports, wording, docs-check, the rules of tests/house (sizes, names)
 # make docs           the documentation site in site/, with the API reference from docstrings; warnings and broken links fail
 # make docs-check     check that links, files, commands, flags, settings and figures named in the docs exist
 # make format         format with ruff, and apply its fixes
@@ -98,7 +98,7 @@ $(NEXT)/.$(NEXT_MEGATRON): $(STAMP)
 
 test-megatron-next: install $(NEXT)/.$(NEXT_MEGATRON)
 	$(WITH_NEXT) $(BIN)/python -W ignore -c 'import megatron.core as m; assert m.__version__.startswith("$(NEXT_MEGATRON)"), (m.__version__, m.__file__)'
-	$(WITH_NEXT) $(PYTEST) tests/parallel tests/actor -m "megatron_next $(if $(filter all 2,$(SHARD)),,and smoke)"
+	$(WITH_NEXT) $(PYTEST) tests/parallel tests/train/actor -m "megatron_next $(if $(filter all 2,$(SHARD)),,and smoke)"
 
 # The slurmd of the tests needs root to start jobs. Without root and sudo, the tests are skipped with that reason. The lock
 # timeout is for other targets that install at the same time.
@@ -109,14 +109,14 @@ AS_ROOT := $(shell [ "$$(id -u)" = 0 ] || { sudo -n true 2>/dev/null && \
 test-slurm: install
 	@{ command -v slurmctld && command -v munged; } >/dev/null || $(AS_ROOT) sh -c '$(APT) || { $(APT_GET) update && $(APT); }' \
 	  || echo "Slurm is not installed, and apt-get cannot install it here"
-	$(AS_ROOT) $(PYTEST) tests/slurm -m slurm
+	$(AS_ROOT) $(PYTEST) tests/run/slurm -m slurm
 
 # If Chromium cannot be installed, the tests are skipped with that reason.
 CHROMIUM := $(APT_GET) install --no-install-recommends chromium-headless-shell
 test-browser: install $(VENV)/browser/.installed
 	@{ command -v chromium-headless-shell || command -v chromium || command -v google-chrome; } >/dev/null || \
 	  $(AS_ROOT) sh -c '$(CHROMIUM) || { $(APT_GET) update && $(CHROMIUM); }' || echo "Chromium cannot be installed here"
-	PYTHONPATH=$(CURDIR)/$(VENV)/browser $(PYTEST) tests/view -m browser
+	PYTHONPATH=$(CURDIR)/$(VENV)/browser $(PYTEST) tests/lab/view -m browser
 
 # Only the folders that have such tests, because collecting all tests takes 20 s. The longest group is first.
 ENGINE_TESTS = $(sort $(dir $(shell grep -rlE 'mark\.(engines|faults)' tests --include '*.py')))
@@ -157,6 +157,7 @@ test-gpu:
 lint: install docs-check types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/python tools/check_words.py
 	$(BIN)/python -m pytest -q tests/house
 

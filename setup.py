@@ -24,7 +24,7 @@ TRAIN = [
     "pyarrow>=20",  # parquet and Hugging Face dataset directories
     "matplotlib>=3.9",  # curves of the report
     "tensorboard>=2.19",
-    "megatron-core>=0.16.1,<0.20",  # releases that actor/megatron_version.py knows
+    "megatron-core>=0.16.1,<0.20",  # releases that train/actor/megatron_version.py knows
 ]
 
 setup(
@@ -46,6 +46,7 @@ setup(
             "httpx>=0.28",
             "peft>=0.17",  # must load our saved adapters
             "ruff>=0.9",
+            "import-linter>=2.17",  # layers of imports: pyproject.toml
             "uv>=0.13",  # resolves the locks of GPU machines: tools/gpu_locks.py
             "mypy>=2.4",  # types of the public surface (make lint)
             "types-PyYAML",

@@ -31,8 +31,8 @@ from statistics import mean, median
 
 from on_quickstart import EXAMPLE, machine, make_start_policy, train_from_start
 
-from dppo_megatron.engines.guard.asgi import ROOTS_VARIABLE
-from dppo_megatron.observability.tail import read_records
+from dppo_megatron.report.tail import read_records
+from dppo_megatron.rollout.engines.guard.asgi import ROOTS_VARIABLE
 
 REACHED_AT, REACHED = "1e-3", 0.85
 RULE = f"""Rule: acceptance.bound is {{bound:g}} on the mean of the method's own divergence (binary TV), on the default

@@ -16,7 +16,7 @@ from statistics import mean
 
 from on_quickstart import machine, make_start_policy, train_from_start
 
-from dppo_megatron.observability.tail import read_records
+from dppo_megatron.report.tail import read_records
 
 
 def read_run(run: Path) -> dict[str, float]:

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from dppo_megatron.certify.certificate_text import sampled
-from dppo_megatron.certify.command import certify
 from dppo_megatron.config import Config, read_config
-from dppo_megatron.launch.own_engines import running_engines
+from dppo_megatron.lab.certify.certificate_text import sampled
+from dppo_megatron.lab.certify.command import certify
+from dppo_megatron.run.launch.own_engines import running_engines
 from tests.support.engines import make_model
 
 CONFIG = Path("examples/quickstart/config.yaml")

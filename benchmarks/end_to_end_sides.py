@@ -17,7 +17,7 @@ import yaml
 from end_to_end_task import LANGUAGE_MODEL, NUMBER, QUICKSTART, Cell
 from step_time import step_parts
 
-from dppo_megatron.observability.tail import read_metrics, read_records
+from dppo_megatron.report.tail import read_metrics, read_records
 
 HERE = Path(__file__).parent
 END_S = 60.0  # time for a program to end after SIGTERM

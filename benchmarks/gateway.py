@@ -37,11 +37,11 @@ from make_task import MODEL
 
 from dppo_megatron.bank.journal import FinishedTurns, Journals
 from dppo_megatron.data.prompts import render_chat
-from dppo_megatron.engines.kinds import build_engine
-from dppo_megatron.engines.protocol import Engine, GenerateRequest
-from dppo_megatron.environments.conversation import Conversation, Sample
-from dppo_megatron.gateway import Gateway
 from dppo_megatron.hf import make_random_hf_model
+from dppo_megatron.rollout.engines.kinds import build_engine
+from dppo_megatron.rollout.engines.protocol import Engine, GenerateRequest
+from dppo_megatron.rollout.environments.conversation import Conversation, Sample
+from dppo_megatron.rollout.gateway import Gateway
 from dppo_megatron.types import Rollout
 from tests.support.engines import engine_config, running_server
 from tests.support.faults import command_line

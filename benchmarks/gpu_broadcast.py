@@ -83,7 +83,7 @@ def receiver(number: int, kind: str) -> None:
     """Run the process of a receiver. `die`: kill it after the first bucket, while the second is under way."""
     import signal
 
-    from dppo_megatron.engines.vllm.extension.receiver import WeightReceiver
+    from dppo_megatron.rollout.engines.vllm.extension.receiver import WeightReceiver
     from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
     from dppo_megatron.weights.fingerprint import add
     from dppo_megatron.weights.process_group import WeightGroupError
@@ -143,7 +143,7 @@ class Group:
 
     def send(self, step: str, weights: Any, *, add_up: bool = False, dies: Receiver | None = None) -> dict[str, int]:
         """Return the fingerprint of the sent weights. Abort the step before WeightGroupError, as a trainer does."""
-        from dppo_megatron.weight_sync.broadcast import _BucketStream
+        from dppo_megatron.train.weight_sync.broadcast import _BucketStream
         from dppo_megatron.weights.fingerprint import add
         from dppo_megatron.weights.process_group import WeightGroupError
 
@@ -236,10 +236,10 @@ def _lose_one(group: Group, kind: str, receivers: list[Receiver], weights: Any) 
 
 def vllm(kind: str, work: Path, tensor_parallel: int) -> None:
     """Publish two policies from a trainer of one rank to a server with workers on other GPUs."""
-    from dppo_megatron.fleet.registry import free_port
     from dppo_megatron.hf import make_random_hf_model
+    from dppo_megatron.rollout.fleet.registry import free_port
     from tests.support.engines import engine_config, make_secret, running_server
-    from tests.weight_sync.trainer_process import PROBE
+    from tests.train.weight_sync.trainer_process import PROBE
 
     dtype, shape = ("bf16", QWEN3_06B) if kind == "cuda" else ("fp32", TINY)
     wide = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
@@ -280,7 +280,7 @@ def vllm(kind: str, work: Path, tensor_parallel: int) -> None:
         }
         (home / "config.json").write_text(json.dumps(tree))
         out = home / "records.json"
-        command = [sys.executable, "-m", "tests.weight_sync.trainer_process", str(home / "config.json"), str(out)]
+        command = [sys.executable, "-m", "tests.train.weight_sync.trainer_process", str(home / "config.json"), str(out)]
         environment = os.environ | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         environment |= {"MASTER_PORT": str(free_port())}
         code = subprocess.run(

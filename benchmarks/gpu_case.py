@@ -105,7 +105,7 @@ class Day:
     @property
     def layers(self) -> tuple[str, ...]:
         """Return the kinds of layers that can run here."""
-        from dppo_megatron.actor.megatron_version import has_transformer_engine
+        from dppo_megatron.train.actor.megatron_version import has_transformer_engine
 
         with_engine = self.device == "cuda" and has_transformer_engine()
         return ("local", "transformer_engine") if with_engine else ("local",)
@@ -113,8 +113,8 @@ class Day:
     @contextlib.contextmanager
     def actor(self, **sections: dict[str, Any]) -> Iterator[Any]:
         """Yield an actor in bf16, without other ranks."""
-        from dppo_megatron.actor import Actor, init_layout
-        from dppo_megatron.checks import load_config
+        from dppo_megatron.run.checks import load_config
+        from dppo_megatron.train.actor import Actor, init_layout
 
         tree: dict[str, dict[str, Any]] = {
             "run": {"dir": str(self.work / "run")},
@@ -214,7 +214,7 @@ def timed_updates(day: Day, actor: Any, batches: list[Any], objective: Any, coun
 @contextlib.contextmanager
 def no_wait_in_the_loss(day: Day) -> Iterator[None]:
     """Raise when an operation of the loss inside this context makes the host wait for the GPU."""
-    from dppo_megatron.actor import forward
+    from dppo_megatron.train.actor import forward
 
     compute = forward.LossStep.loss
 

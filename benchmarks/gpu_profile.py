@@ -2,9 +2,9 @@
 
 python benchmarks/gpu_profile.py sdpa --device cpu --work /tmp/day
 
-sdpa: `PackedAttention` of the local layers calls FlashAttention in 16 bits on a GPU (`actor.flash`). In other cases
+sdpa: `PackedAttention` of the local layers calls FlashAttention in 16 bits on a GPU (`local.flash`). In other cases
 torch selects the backend. The part first profiles an update of the model and prints the operators that ran forward and
-backward. It then runs each backend by itself, and `actor.flash`, on the calls that packed sequences of Qwen3-0.6B make.
+backward. It then runs each backend by itself, and `local.flash`, on the calls that packed sequences of Qwen3-0.6B make.
 It measures the time and compares outputs and gradients with the math backend in fp32 on the same inputs. The bound is
 0.02 of the norm in bf16 and 1e-4 in fp32.
 """
@@ -62,7 +62,7 @@ CALLS = {
 
 def attend(inputs: Inputs, call: Call) -> Results:
     """Return the output and the gradients of query, key and value of our module's call."""
-    from dppo_megatron.actor.local.attention import PackedAttention
+    from dppo_megatron.train.actor.local.attention import PackedAttention
 
     query, key, value, grad = inputs
     leaves = [x.detach().requires_grad_() for x in (query, key, value)]
@@ -72,8 +72,9 @@ def attend(inputs: Inputs, call: Call) -> Results:
 
 
 def packed(inputs: Inputs, call: Call) -> Results:
-    """Return the same by `actor.flash`: queries of a part of each sequence continue the rows before it."""
-    from dppo_megatron.actor.flash import FlashAttention, plan_flash
+    """Return the same by `actor.local.flash`: queries of a part of each sequence continue the rows before it."""
+    from dppo_megatron.train.actor.batch.flash import plan_flash
+    from dppo_megatron.train.actor.local.flash import FlashAttention
 
     before = call.length - call.queries
     sizes = torch.tensor([before, call.queries] * call.n)

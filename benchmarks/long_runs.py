@@ -49,7 +49,7 @@ def write_run(root: Path, steps: int, segments: int) -> None:
 
     from dppo_megatron.bank import BankWriter
     from dppo_megatron.config import save_resolved
-    from dppo_megatron.observability.names import METRICS
+    from dppo_megatron.report.names import METRICS
     from dppo_megatron.run_dir import RunDir
     from tests.support.configs import make_config
     from tests.support.tokenizers import save_character_model
@@ -114,12 +114,12 @@ def make_group(position: int, samples: int, tokens: int):
 
 def drive(root: Path, groups: int) -> Iterator[None]:
     from dppo_megatron import cli  # noqa: F401, what the command imports
-    from dppo_megatron.checks import check_run_dir, preflight
     from dppo_megatron.config import read_config
-    from dppo_megatron.doctor import Examination
-    from dppo_megatron.launch.local_run import finished
-    from dppo_megatron.observability.console import ProgressView
-    from dppo_megatron.observability.tail import sparse
+    from dppo_megatron.report.console import ProgressView
+    from dppo_megatron.report.doctor import Examination
+    from dppo_megatron.report.tail import sparse
+    from dppo_megatron.run.checks import check_run_dir, preflight
+    from dppo_megatron.run.launch.local_run import finished
     from dppo_megatron.run_dir import RunDir
 
     config = read_config(root / "run" / "config.yaml")
@@ -138,8 +138,8 @@ def orchestrate(root: Path, groups: int) -> Iterator[None]:
     from dppo_megatron.config import read_config
     from dppo_megatron.data.prompts import training_prompts
     from dppo_megatron.data.tokenizer import load_tokenizer
-    from dppo_megatron.observability.tail import evaluated
-    from dppo_megatron.orchestrator import main  # noqa: F401
+    from dppo_megatron.report.tail import evaluated
+    from dppo_megatron.rollout.orchestrator import main  # noqa: F401
     from dppo_megatron.run_dir import RunDir
 
     config, run = read_config(root / "run" / "config.yaml"), RunDir(root / "run")
@@ -165,9 +165,9 @@ def train(rank: int, root: Path, groups: int) -> Iterator[None]:
     from dppo_megatron.data.tokenizer import load_tokenizer
     from dppo_megatron.objectives import build_objective
     from dppo_megatron.run_dir import RunDir
-    from dppo_megatron.trainer import main  # noqa: F401
-    from dppo_megatron.trainer.batches import BankBatches
-    from dppo_megatron.trainer.recorder import RankZeroRecorder
+    from dppo_megatron.train.trainer import main  # noqa: F401
+    from dppo_megatron.train.trainer.batches import BankBatches
+    from dppo_megatron.train.trainer.recorder import RankZeroRecorder
 
     config, run = read_config(root / "run" / "config.yaml"), RunDir(root / "run")
     done = config.train.steps - 1000

@@ -4,7 +4,7 @@
 
 One layer of 1,024 x 1,024 with weights of standard deviation 0.02, r = 32 and alpha = 64. Adam's first update moves
 every element of B, which starts at 0, by the learning rate. The adapter then computes (alpha / r) B A x as
-`actor/lora.py` does. "arrives": the change of the outputs (or weights) along the exact change, over its length.
+`train/actor/lora.py` does. "arrives": the change of the outputs (or weights) along the exact change, over its length.
 """
 
 from __future__ import annotations

@@ -25,11 +25,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from dppo_megatron.certify.certificate_text import sampled
-from dppo_megatron.certify.command import certify
-from dppo_megatron.certify.compare import SHARES
 from dppo_megatron.config import Config, read_config
-from dppo_megatron.observability.tail import read_records
+from dppo_megatron.lab.certify.certificate_text import sampled
+from dppo_megatron.lab.certify.command import certify
+from dppo_megatron.lab.certify.compare import SHARES
+from dppo_megatron.report.tail import read_records
 from dppo_megatron.run_dir import RunDir
 
 CONFIG = Path("examples/quickstart/config.yaml")

@@ -26,16 +26,16 @@ import numpy as np
 import torch
 import yaml
 
-from dppo_megatron.actor import Actor, init_layout
-from dppo_megatron.checks import load_config
 from dppo_megatron.config import Config
 from dppo_megatron.data.packing import TokenSequence, pack
-from dppo_megatron.engines.kinds import build_engine
-from dppo_megatron.engines.protocol import GenerateRequest
-from dppo_megatron.fleet.registry import engine_urls
 from dppo_megatron.hf import make_random_hf_model
 from dppo_megatron.objectives import build_objective
+from dppo_megatron.rollout.engines.kinds import build_engine
+from dppo_megatron.rollout.engines.protocol import GenerateRequest
+from dppo_megatron.rollout.fleet.registry import engine_urls
+from dppo_megatron.run.checks import load_config
 from dppo_megatron.run_dir import RunDir
+from dppo_megatron.train.actor import Actor, init_layout
 from dppo_megatron.types import Prompt, Rollout, TokenBatch
 
 VOCAB, PROMPT, RESPONSE = 512, 16, 64

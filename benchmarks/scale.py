@@ -47,10 +47,10 @@ from table_engines import TableSettings
 from dppo_megatron.bank import BankReader
 from dppo_megatron.common.retry import look_again_s
 from dppo_megatron.config import Config, read_config
-from dppo_megatron.engines.secret import make_secret
-from dppo_megatron.fleet.live_engines import LiveEngines
-from dppo_megatron.observability.tail import read_records
-from dppo_megatron.plan.pace import Pace, PaceSettings, predict
+from dppo_megatron.report.tail import read_records
+from dppo_megatron.rollout.engines.secret import make_secret
+from dppo_megatron.rollout.fleet.live_engines import LiveEngines
+from dppo_megatron.run.plan.pace import Pace, PaceSettings, predict
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.published import PublishedPolicy
 

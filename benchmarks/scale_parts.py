@@ -24,7 +24,7 @@ from dppo_megatron.bank.files import segment_paths
 from dppo_megatron.config import Config, read_config
 from dppo_megatron.objectives import build_objective
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.trainer.batches import BankBatches
+from dppo_megatron.train.trainer.batches import BankBatches
 from dppo_megatron.types import TokenBatch
 from tests.support.tokenizers import save_character_model
 

@@ -7,8 +7,8 @@ One token in 64 ends a sample, so lengths have a long tail. An epoch samples eac
 `running` samples at once, and its drafts are the samples of the two epochs before, as from a bank. Both servers sample
 the same requests, one after the other, in an order that alternates. A ratio above 1 is a saving. CPU seconds are those
 of the server with one thread, which other work on the machine changes less than the wall time. The samples of both
-servers are compared: without engine.exact they may differ after a near-tie. STEP_ROWS of `engines/drafts.py` was
-chosen from the CPU times of a step.
+servers are compared: without engine.exact they may differ after a near-tie. STEP_ROWS of
+`rollout/engines/drafts.py` was chosen from the CPU times of a step.
 With `--context short` the next token depends only on the current one, so samples that differ meet again, as texts do.
 With `full` the samples of a random model never do, which is less than texts have in common.
 """
@@ -35,8 +35,8 @@ from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from dppo_megatron.bank.earlier import GROUPS, PROMPT_TOKENS
-from dppo_megatron.engines.kinds import build_engine
-from dppo_megatron.engines.protocol import Engine, GenerateRequest
+from dppo_megatron.rollout.engines.kinds import build_engine
+from dppo_megatron.rollout.engines.protocol import Engine, GenerateRequest
 from dppo_megatron.types import Rollout
 from tests.support.engines import engine_config, running_server
 

@@ -18,7 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import mean, median
 
-from dppo_megatron.observability.tail import read_records
+from dppo_megatron.report.tail import read_records
 
 LIMIT = 0.10
 WORK = ("generation", "evaluation", "forward and backward", "optimizer", "engines load weights")

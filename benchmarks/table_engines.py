@@ -22,8 +22,8 @@ from uuid import uuid4
 
 import numpy as np
 
-from dppo_megatron.engines.protocol import EngineInfo
-from dppo_megatron.engines.vllm.extension.wire import encode_reply
+from dppo_megatron.rollout.engines.protocol import EngineInfo
+from dppo_megatron.rollout.engines.vllm.extension.wire import encode_reply
 
 EOS = 1  # end-of-sequence token of the tokenizer in tests.support.tokenizers
 FIRST_TOKEN, LAST_TOKEN = 2, 98  # range of sampled tokens

@@ -32,10 +32,10 @@ import numpy as np
 import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from dppo_megatron.engines.http import EngineCalls
-from dppo_megatron.engines.kinds import build_engine
-from dppo_megatron.engines.protocol import Engine, GenerateRequest
-from dppo_megatron.engines.secret import read_secret
+from dppo_megatron.rollout.engines.http import EngineCalls
+from dppo_megatron.rollout.engines.kinds import build_engine
+from dppo_megatron.rollout.engines.protocol import Engine, GenerateRequest
+from dppo_megatron.rollout.engines.secret import read_secret
 from tests.support.engines import engine_config, running_server
 
 KS = (0, 1, 20, 64)

@@ -38,20 +38,20 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from dppo_megatron.actor import init_layout
-from dppo_megatron.actor.model import build_model
-from dppo_megatron.actor.model_config import transformer_config
 from dppo_megatron.config import Config
-from dppo_megatron.engines.guard.asgi import ROOTS_VARIABLE
-from dppo_megatron.engines.kinds import build_engine, kind_of, server_environment
-from dppo_megatron.engines.protocol import Engine
-from dppo_megatron.engines.secret import make_secret
-from dppo_megatron.fleet.live_engines import LiveEngines
-from dppo_megatron.fleet.registry import free_port
 from dppo_megatron.hf import load_into, make_random_hf_model, read_hf_config
+from dppo_megatron.rollout.engines.guard.asgi import ROOTS_VARIABLE
+from dppo_megatron.rollout.engines.kinds import build_engine, kind_of, server_environment
+from dppo_megatron.rollout.engines.protocol import Engine
+from dppo_megatron.rollout.engines.secret import make_secret
+from dppo_megatron.rollout.fleet.live_engines import LiveEngines
+from dppo_megatron.rollout.fleet.registry import free_port
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.weight_sync import PublishResult, build_publisher
-from dppo_megatron.weight_sync.engine_thread import EngineThread
+from dppo_megatron.train.actor import init_layout
+from dppo_megatron.train.actor.model import build_model
+from dppo_megatron.train.actor.model_config import transformer_config
+from dppo_megatron.train.weight_sync import PublishResult, build_publisher
+from dppo_megatron.train.weight_sync.engine_thread import EngineThread
 from dppo_megatron.weights.place import clear
 
 CHECK_TOKENS = np.arange(3, 67, dtype=np.int32)

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from dppo_megatron.observability.history import load_history
+from dppo_megatron.report.history import load_history
 
 
 def main(run: Path, output: Path) -> None:

@@ -35,7 +35,7 @@ class RunDir:
     root: Path
 
     config = _Below("config.yaml")
-    files = _Below("files.json")  # digests of files that settings name, see `checks/resume.py`
+    files = _Below("files.json")  # digests of files that settings name, see `run/checks/resume.py`
     secret = _Below("secret")  # secret token that the run's engines require; mode 0600
     bank = _Below("bank")
     open_turns = _Below("open_turns")  # journals: environment turns in groups that are not in the bank yet
@@ -51,7 +51,7 @@ class RunDir:
     rollout_metrics = _Below("rollout_metrics.jsonl")
     masked_tokens = _Below("masked_tokens.jsonl")
     answers = _Below("answers")  # evaluation answers, by set and policy version
-    tokens = _Below("tokens")  # per-token values of some sequences, see `trainer/token_log.py`
+    tokens = _Below("tokens")  # per-token values of some sequences, see `train/trainer/token_log.py`
     profile = _Below("profile")
     restarts = _Below("restarts.jsonl")  # start and end of each attempt
     heartbeats = _Below("heartbeats")  # for each trainer rank, see `common/heartbeat.py`

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import transformers  # noqa: F401 with torch, for the forks
 
-import dppo_megatron.actor  # noqa: F401 with Megatron-core
+import dppo_megatron.train.actor  # noqa: F401 with Megatron-core
 
 ROOT = Path(__file__).resolve().parents[1]
 

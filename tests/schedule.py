@@ -41,7 +41,7 @@ def shard(nodeid: str) -> int:
 def _unit(nodeid: str) -> tuple[str, str, str]:
     """Return the test's file, its folder, and its unit: the file, or the server of the engines' contract."""
     file, _, test = nodeid.partition("::")
-    folder = file.split("/")[1]
+    folder = file.split("/")[-2]
     server = re.search(r"(vllm|sglang)-(dense|moe)", test) if folder == "engines" else None
     return file, folder, server[0] if server else file
 

@@ -2,9 +2,9 @@
 
 In README.md, CONTRIBUTING.md, tests/README.md, docs/ and examples/ it resolves
 - links and pictures inside the repository, with their headings,
-- files named in code (`trainer/loop.py`), functions named after them (`trainer/loop.py: train`), and tests in commands,
+- files named in code (`convert/job.py`), names after them (`convert/job.py: Conversion`), and tests in commands,
 - commands (`dppo-megatron X`), their flags, and targets of make,
-- metrics (`eval/accuracy`), by the table in `observability/names.py`,
+- metrics (`eval/accuracy`), by the table in `report/names.py`,
 - settings (`rollout.max_staleness`, `--set`, YAML blocks), by the schema of the config,
 - docs/settings.md and the table of methods, which `tools/tables.py` writes from the code,
 - figures: every number of the paragraph or table below `<!-- figures: FILE -->` is a rounded number of
@@ -28,7 +28,7 @@ from pydantic import BaseModel
 
 from dppo_megatron.cli import app
 from dppo_megatron.config.schema import Config
-from dppo_megatron.observability.names import METRICS
+from dppo_megatron.report.names import METRICS
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
@@ -96,7 +96,7 @@ def _file(root: Path, page: Path, span: str) -> Iterator[str]:
     path, name = match.groups()
     bases = [root, root / "dppo_megatron", page.parent]
     found = next((base / path for base in bases if (base / path).is_file()), None)
-    if "/" not in path:  # the sentence gives its folder, as in "the conftest.py of tests/engines"
+    if "/" not in path:  # the sentence gives its folder, as in "the conftest.py of tests/rollout/engines"
         found = found or next((f for d in ("dppo_megatron", "tests", "slurm") for f in (root / d).rglob(path)), None)
     if found is None:
         yield f"{path}: no such file"

@@ -26,7 +26,7 @@ def status(run_dir: RunDirectory, as_json: AsJson = False) -> None:
 
     Works on any machine that can read RUN, such as the login node, with and without Slurm.
     """
-    from dppo_megatron.slurm.status import read_status, show
+    from dppo_megatron.run.slurm.status import read_status, show
 
     run_status = read_status(run_dir)
     if as_json:
@@ -45,7 +45,7 @@ def report(
     ] = None,
 ) -> None:
     """Print a run's summary table and draw its curves; several runs are overlaid."""
-    from dppo_megatron.observability.report import write_report
+    from dppo_megatron.report.report import write_report
 
     typer.echo(write_report([run_of(run) for run in runs], out))
 
@@ -64,8 +64,8 @@ def view(
     The runs may be running, ended or crashed; the page names unreadable files. The page of a run that is active can
     reload itself every 30 s.
     """
-    from dppo_megatron.observability.run_state import run_state
-    from dppo_megatron.view import write_view
+    from dppo_megatron.lab.view import write_view
+    from dppo_megatron.report.run_state import run_state
 
     active = True
     while active:
@@ -78,7 +78,7 @@ def view(
 @app.command()
 def doctor(run_dir: RunDirectory, as_json: AsJson = False) -> None:
     """List the problems of a run with their first step, the evidence and a remedy. Exit code 1 when there are any."""
-    from dppo_megatron.doctor import diagnose, text
+    from dppo_megatron.report.doctor import diagnose, text
 
     examination = diagnose(run_dir)
     if as_json:
@@ -95,7 +95,7 @@ def audit(root: RunOrBank) -> None:
     The run may be running, ended or crashed. Exit code 1 when there is a problem.
     """
     from dppo_megatron.bank.audit import Audit, audit_bank
-    from dppo_megatron.view.source import Source
+    from dppo_megatron.lab.view.source import Source
 
     report, printed = Audit(), 0
     with typer.progressbar(label="audit", length=0, file=sys.stderr) as bar:
@@ -117,9 +117,9 @@ def study(
     report_only: Annotated[bool, typer.Option("--report", help="only report on the finished runs")] = False,
 ) -> None:
     """Train every method under every condition with every seed, and compare the results with intervals."""
-    from dppo_megatron.study.grid import read_study
-    from dppo_megatron.study.runner import run_study
-    from dppo_megatron.study.study_report import write_report
+    from dppo_megatron.lab.study.grid import read_study
+    from dppo_megatron.lab.study.runner import run_study
+    from dppo_megatron.lab.study.study_report import write_report
 
     study_grid = read_study(study_file, out.absolute())
     if not report_only:

@@ -19,7 +19,7 @@ app = typer.Typer()
 @app.command()
 def validate(config_file: ConfigFile, overrides: Overrides = None) -> None:
     """Check a config with its model directory, data, objective and ports, without starting anything."""
-    from dppo_megatron.checks import preflight
+    from dppo_megatron.run.checks import preflight
 
     config = read_config(config_file, overrides or ())
     echo_notes(preflight(config, str(config_file)))
@@ -35,8 +35,8 @@ def preflight(config_file: ConfigFile, as_json: AsJson = False, overrides: Overr
     data on every node, clocks and limits. Each failure names its node. Jobs of `dppo-megatron slurm` start every
     attempt with these checks. Exit code 0: no errors; 1: errors; 2: the config is invalid.
     """
-    from dppo_megatron.checks import load_config
-    from dppo_megatron.slurm.preflight import preflight_now
+    from dppo_megatron.run.checks import load_config
+    from dppo_megatron.run.slurm.preflight import preflight_now
 
     report = preflight_now(load_config(config_file, overrides or ()))
     assert report is not None  # only a job stops its preflight
@@ -61,8 +61,8 @@ def plan(
 
     Needs config.json at model.path, and no weights, GPUs or network. Exit code 1 when the layout does not fit.
     """
-    from dppo_megatron.plan import Cluster, RankBuilder, advise, hardware, make_plan, report
-    from dppo_megatron.plan.pace import pace_report, pace_settings, read_lengths
+    from dppo_megatron.run.plan import Cluster, RankBuilder, advise, hardware, make_plan, report
+    from dppo_megatron.run.plan.pace import pace_report, pace_settings, read_lengths
 
     config = read_config(config_file, overrides or ())
     cluster = Cluster(nodes, gpus_per_node, hardware(gpu))
@@ -91,8 +91,8 @@ def certify(
 
     Starts an engine and the trainer's ranks on this machine, and writes the certificate to RUN/certify/MODEL-N.
     """
-    from dppo_megatron.certify.certificate_text import exceeds, text
-    from dppo_megatron.certify.command import certify as measure
+    from dppo_megatron.lab.certify.certificate_text import exceeds, text
+    from dppo_megatron.lab.certify.command import certify as measure
 
     config = read_config(config_file, overrides or ())
     report = partial(typer.echo, err=True)
@@ -110,7 +110,7 @@ def certify_rank(
     checkpoint: Annotated[Path | None, typer.Option()] = None,
 ) -> None:
     """Run one rank of `certify`, which starts this command."""
-    from dppo_megatron.certify.rank import run_rank
+    from dppo_megatron.lab.certify.rank import run_rank
 
     run_rank(read_config(config_file), url, prompts, checkpoint)
 

@@ -27,8 +27,8 @@ def slurm(
 
     The config's slurm section has the numbers of nodes and the settings of the site (docs/slurm.md).
     """
-    from dppo_megatron.slurm.step import steps_of_job
-    from dppo_megatron.slurm.submit import prepare, submit
+    from dppo_megatron.run.slurm.step import steps_of_job
+    from dppo_megatron.run.slurm.submit import prepare, submit
 
     prepared = prepare(config_file, overrides or (), nodes, resume=resume, place="unstaged" if dry_run else "elsewhere")
     echo_notes(prepared.notes, err=dry_run)  # stdout must contain only the script, for sbatch
@@ -49,7 +49,7 @@ def slurm(
 @app.command(name="slurm-job", hidden=True)
 def slurm_job(config_file: ConfigFile, overrides: Overrides = None, resume: Resume = False) -> None:
     """Drive a run inside a Slurm allocation; the last line of slurm/train.sbatch."""
-    from dppo_megatron.slurm.job import run_job
+    from dppo_megatron.run.slurm.job import run_job
 
     raise typer.Exit(run_job(config_file, overrides or (), resume=resume))
 
@@ -64,7 +64,7 @@ def slurm_task(
     meeting: Annotated[str, typer.Option(help="of a preflight: where its processes meet")] = "",
 ) -> None:
     """Run one task of a job step, started by srun."""
-    from dppo_megatron.slurm.task import run_preflight_task, run_task
+    from dppo_megatron.run.slurm.task import run_preflight_task, run_task
 
     if meeting:
         raise typer.Exit(run_preflight_task(config_file, meeting, first_gpu, serves=role == "serves"))

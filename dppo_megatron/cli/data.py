@@ -28,7 +28,7 @@ def inspect_data(
     from dppo_megatron.config.schema import DataConfig, RewardConfig
     from dppo_megatron.data.inspection import inspect
     from dppo_megatron.data.tokenizer import load_tokenizer
-    from dppo_megatron.rewards import RewardPool
+    from dppo_megatron.rollout.rewards import RewardPool
 
     config = None if config_file is None else read_config(config_file, overrides or ())
     if config is None and overrides:
@@ -71,7 +71,7 @@ def filter_data(
     pass_reward: Annotated[float, typer.Option(help="smallest reward of a right answer")] = 1.0,
 ) -> None:
     """Keep the prompts with a share of right answers in the given range, and count the others by reason."""
-    from dppo_megatron.orchestrator.pass_rates import keep
+    from dppo_megatron.rollout.orchestrator.pass_rates import keep
 
     try:
         lowest, highest = (float(bound) for bound in pass_rate.split(":"))

@@ -48,8 +48,8 @@ def reward(prompt, response_text):  # prompt.answer, prompt.columns: the row of 
 @app.command()
 def init(directory: Annotated[Path, typer.Argument(metavar="DIR", help="new, or empty")]) -> None:
     """Create a project that trains on a CPU: a commented config, prompts, a reward function and a tiny model."""
-    from dppo_megatron.checks import preflight
     from dppo_megatron.hf.small_model import chat_tokenizer, write_small_model
+    from dppo_megatron.run.checks import preflight
 
     if not directory.parts or not all(map(str.isidentifier, directory.parts)):
         raise ExpectedError(

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from dppo_megatron.checks import load_config
 from dppo_megatron.config import Config, read_config
 from dppo_megatron.errors import ExpectedError
+from dppo_megatron.run.checks import load_config
 from dppo_megatron.run_dir import RunDir
 
 from .arguments import ConfigFile, Overrides, Resume, Urls, echo_notes
@@ -24,10 +24,10 @@ def train(config_file: ConfigFile, overrides: Overrides = None, resume: Resume =
 
     Ctrl-C or SIGTERM ends all processes; --resume then continues the run.
     """
-    from dppo_megatron.checks import check_run_dir, preflight
-    from dppo_megatron.checks.resume import record
-    from dppo_megatron.launch.local_processes import local_plan
-    from dppo_megatron.launch.local_run import LocalRun, finished
+    from dppo_megatron.run.checks import check_run_dir, preflight
+    from dppo_megatron.run.checks.resume import record
+    from dppo_megatron.run.launch.local_processes import local_plan
+    from dppo_megatron.run.launch.local_run import LocalRun, finished
 
     config = read_config(config_file, overrides or ())
     run = RunDir(config.run.dir)
@@ -51,7 +51,7 @@ def train(config_file: ConfigFile, overrides: Overrides = None, resume: Resume =
 
 
 def _show_results(config: Config) -> None:
-    from dppo_megatron.observability.report import write_report
+    from dppo_megatron.report.report import write_report
 
     run = RunDir(config.run.dir)
     typer.echo(f"report: {write_report(run.root)}\nmodel: {run.final_model}")
@@ -68,8 +68,8 @@ def trainer(
     needs_gpu: Annotated[bool, typer.Option("--needs-gpu", help="fail when no GPU is visible")] = False,
 ) -> None:
     """Run one trainer rank (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT as torchrun or srun set them)."""
-    from dppo_megatron.checks.devices import require_gpu
-    from dppo_megatron.trainer.main import run_trainer
+    from dppo_megatron.run.checks.devices import require_gpu
+    from dppo_megatron.train.trainer.main import run_trainer
 
     if "RANK" not in os.environ:
         typer.echo("one rank, which waits for the run's other processes; `train` starts all of them", err=True)
@@ -91,8 +91,8 @@ def sample(
 
     Afterwards `data filter` can select prompts by pass rate, and `rollout.bank` can train on the answers.
     """
-    from dppo_megatron.launch.sample import fill_bank
-    from dppo_megatron.orchestrator.pass_rates import measure
+    from dppo_megatron.rollout.orchestrator.pass_rates import measure
+    from dppo_megatron.run.launch.sample import fill_bank
 
     config = read_config(config_file, overrides or ())
     n = n or config.rollout.group_size
@@ -110,7 +110,7 @@ def orchestrator(
     prompts: Annotated[int | None, typer.Option(min=1, help="answer only these first prompts, no trainer")] = None,
 ) -> None:
     """Sample, score and store rollouts for the trainer of the same run directory."""
-    from dppo_megatron.orchestrator.main import run_orchestrator
+    from dppo_megatron.rollout.orchestrator.main import run_orchestrator
 
     run_orchestrator(load_config(config_file, overrides or ()), prompts)
 
@@ -124,7 +124,7 @@ def engine(
     meeting: Annotated[str, typer.Option(help="with --node: name that all nodes of this start share")] = "",
 ) -> None:
     """Run one inference server of the run in the foreground, and register it once it answers."""
-    from dppo_megatron.launch.engine import run_engine
+    from dppo_megatron.run.launch.engine import run_engine
 
     raise typer.Exit(run_engine(load_config(config_file, overrides or ()), index, node=node, meeting=meeting))
 
@@ -142,8 +142,8 @@ def evaluate(
     With --url and no --model the engines keep their weights. Prints a line per set, and writes the answers to
     RUN/eval/MODEL-N/answers.
     """
-    from dppo_megatron.launch.evaluate import evaluate_model
-    from dppo_megatron.observability.heldout import describe
+    from dppo_megatron.report.heldout import describe
+    from dppo_megatron.run.launch.evaluate import evaluate_model
 
     config = load_config(config_file, overrides or ())
     if model is None and not urls:

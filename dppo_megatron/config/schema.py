@@ -1,7 +1,7 @@
 """Defines the typed tree of all settings.
 
 Each field is described once, in the section's file in this folder. Defaults follow the DPPO paper where it gives a
-value. A field's type has the rules for the value; `dppo_megatron.checks` has the rules between fields.
+value. A field's type has the rules for the value; `dppo_megatron.run.checks` has the rules between fields.
 """
 
 from __future__ import annotations

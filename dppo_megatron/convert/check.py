@@ -70,7 +70,7 @@ def check(directory: Path) -> Support:
         return Support(
             config.family, tuple(_facts(directory, config)), error.problems, _unread(text, FAMILIES[config.family])
         )
-    from dppo_megatron.actor import check_model  # imports Megatron-core
+    from dppo_megatron.train.actor import check_model  # imports Megatron-core
 
     missing = _weight_problems(directory, config) + check_model(trainer_config(directory))
     facts, unread = _facts(directory, config), _unread(config.raw, FAMILIES[config.family])

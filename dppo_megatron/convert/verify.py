@@ -101,8 +101,8 @@ def outputs_of_megatron(
     hf_dir: Path, ids: Tensor, checkpoint: Path, rounded_as: SafetensorsDirectory
 ) -> dict[str, Tensor]:
     """Return each part's output in the trainer's model from `checkpoint`, with weights rounded as in `rounded_as`."""
-    from dppo_megatron.actor import Actor, check_model, init_layout
     from dppo_megatron.hf.megatron_model import unwrap
+    from dppo_megatron.train.actor import Actor, check_model, init_layout
 
     config = trainer_config(hf_dir)
     if problems := check_model(config):

@@ -23,7 +23,7 @@ sys.path.append(str(HERE.parent / "quickstart"))
 from make_task import VOCABULARY, write_random_model  # noqa: E402
 
 from dppo_megatron.common.process import with_this_process  # noqa: E402
-from dppo_megatron.observability.tail import read_records  # noqa: E402
+from dppo_megatron.report.tail import read_records  # noqa: E402
 
 ROOT = Path("runs/calculator")
 TARGET = 0.85

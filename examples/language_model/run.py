@@ -20,7 +20,7 @@ from model import ROOT, ModelUnavailable, model_directory
 
 from dppo_megatron.common.files import append_json_line, read_json
 from dppo_megatron.common.process import with_this_process
-from dppo_megatron.observability.tail import read_records
+from dppo_megatron.report.tail import read_records
 
 CONFIGS = {"sums": "config.yaml", "reasoning_gym": "reasoning_gym.yaml", "gsm8k": "gsm8k.yaml"}
 GAIN = 35  # points on the sums

@@ -13,8 +13,8 @@ A real run also needs the following parts of the package dppo_megatron:
     a large model in parallel, mixed precision       actor/ (Megatron-core)
     fast sampling with slightly other log-probs      engines/ (vLLM, SGLang); weights reach them by weight_sync/
     sampling while training, rewards, failures       orchestrator/, rewards/, fleet/
-    rollouts that survive a crash                    bank/; checkpoints in actor/checkpoint/
-    packed sequences of any length                   data/, actor/batch/
+    rollouts that survive a crash                    bank/; checkpoints in train/actor/checkpoint/
+    packed sequences of any length                   data/, train/actor/batch/
 """
 
 from __future__ import annotations

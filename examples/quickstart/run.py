@@ -16,7 +16,7 @@ from pathlib import Path
 from make_task import make_task
 
 from dppo_megatron.common.process import with_this_process
-from dppo_megatron.observability.tail import read_records
+from dppo_megatron.report.tail import read_records
 
 HERE = Path(__file__).parent
 ROOT = Path("runs/quickstart")

@@ -20,8 +20,8 @@ sys.path.append(str(HERE))
 from my_table import Table  # noqa: E402
 
 from dppo_megatron.common.process import with_this_process  # noqa: E402
-from dppo_megatron.environments.tools import Tools  # noqa: E402
-from dppo_megatron.observability.tail import read_records  # noqa: E402
+from dppo_megatron.report.tail import read_records  # noqa: E402
+from dppo_megatron.rollout.environments.tools import Tools  # noqa: E402
 
 ROOT = Path("runs/table")
 PRICES = {"tea": 2.5, "milk": 1.2, "rice": 3.1, "salt": 0.8}

@@ -21,8 +21,8 @@ from typing import Literal
 
 import numpy as np
 
-from dppo_megatron.study.rows import StudyRow
-from dppo_megatron.study.verdicts import Estimate, estimate, holm, student_p
+from dppo_megatron.lab.study.rows import StudyRow
+from dppo_megatron.lab.study.verdicts import Estimate, estimate, holm, student_p
 
 MARGIN, LEVEL = 0.05, 0.05
 UNRESOLVED = "not resolved at this scale"

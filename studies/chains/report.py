@@ -17,10 +17,10 @@ from claims import table
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dppo_megatron.study.grid import read_study
-from dppo_megatron.study.rows import StudyRow, read_rows
-from dppo_megatron.study.study_report import draw_curves, write_report
-from dppo_megatron.study.verdicts import estimate, finals
+from dppo_megatron.lab.study.grid import read_study
+from dppo_megatron.lab.study.rows import StudyRow, read_rows
+from dppo_megatron.lab.study.study_report import draw_curves, write_report
+from dppo_megatron.lab.study.verdicts import estimate, finals
 
 HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs"

@@ -26,7 +26,7 @@ from math import log
 from statistics import mean
 from typing import Literal, NamedTuple
 
-from dppo_megatron.study.verdicts import Estimate, estimate, holm, student_p
+from dppo_megatron.lab.study.verdicts import Estimate, estimate, holm, student_p
 
 SEEDS = 8
 MARGIN = log(1.25)

@@ -25,10 +25,10 @@ import pyarrow.parquet as pq
 from needle import NEEDLE, USUAL, VOCABULARY
 
 from dppo_megatron.bank.reader import BankReader
-from dppo_megatron.observability.history import load_history
-from dppo_megatron.study.rows import StudyRow, add_row, read_rows
-from dppo_megatron.view.source import Source
-from dppo_megatron.view.tokens import VALUES, TrainedTokens
+from dppo_megatron.lab.study.rows import StudyRow, add_row, read_rows
+from dppo_megatron.lab.view.source import Source
+from dppo_megatron.lab.view.tokens import VALUES, TrainedTokens
+from dppo_megatron.report.history import load_history
 
 HERE = Path(__file__).parent
 STEPS = {

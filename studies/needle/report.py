@@ -37,7 +37,7 @@ from claims import (
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dppo_megatron.study.verdicts import Estimate
+from dppo_megatron.lab.study.verdicts import Estimate
 
 HERE = Path(__file__).parent
 RESULTS, DOCS = HERE / "results", HERE.parents[1] / "docs"

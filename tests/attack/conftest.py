@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from fastapi import FastAPI
 
-from dppo_megatron.engines.guard.asgi import ROOTS_VARIABLE, SECRET_VARIABLE
+from dppo_megatron.rollout.engines.guard.asgi import ROOTS_VARIABLE, SECRET_VARIABLE
 
 SECRET = "only this"
 
@@ -37,8 +37,8 @@ class Engine:
 @pytest.fixture
 def served(tmp_path, monkeypatch):
     """Our routes in the application that vLLM would serve, and its engine."""
-    from dppo_megatron.engines.vllm.extension.routes import DppoRoutes
-    from dppo_megatron.engines.vllm.extension.weights import WeightUpdater
+    from dppo_megatron.rollout.engines.vllm.extension.routes import DppoRoutes
+    from dppo_megatron.rollout.engines.vllm.extension.weights import WeightUpdater
 
     monkeypatch.setenv(SECRET_VARIABLE, SECRET)
     monkeypatch.setenv(ROOTS_VARIABLE, str(tmp_path / "run"))

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import psutil
 
-from dppo_megatron.environments.interface import EnvironmentFailed
-from dppo_megatron.environments.python_tool import python_tool
-from dppo_megatron.environments.sandbox import BIND, NEWNS, PRIVATE, REC, mount
+from dppo_megatron.rollout.environments.interface import EnvironmentFailed
+from dppo_megatron.rollout.environments.python_tool import python_tool
+from dppo_megatron.rollout.environments.sandbox import BIND, NEWNS, PRIVATE, REC, mount
 
 REPOSITORY = Path(__file__).parents[2]
 PR_SET_CHILD_SUBREAPER = 36

@@ -67,7 +67,7 @@ def test_metadata_names_the_same_when_torch_reads_it_after_us(checkpoint, tmp_pa
 
 
 def test_metadata_that_is_replaced_after_it_was_checked_is_not_read(checkpoint, tmp_path):
-    from dppo_megatron.actor.checkpoint.only_data import check_files, checked_metadata
+    from dppo_megatron.train.actor.checkpoint.only_data import check_files, checked_metadata
 
     reader, digest = torch.distributed.checkpoint.FileSystemReader(checkpoint), check_files(checkpoint)
     whole = reader.read_metadata()
@@ -111,8 +111,8 @@ def test_damaged_metadata_is_an_error_that_names_it(checkpoint):
 
 
 def test_every_file_of_a_checkpoint_is_read_as_data(checkpoint, tmp_path):
-    from dppo_megatron.actor import CheckpointError
-    from dppo_megatron.actor.checkpoint.only_data import check_files, load_data
+    from dppo_megatron.train.actor import CheckpointError
+    from dppo_megatron.train.actor.checkpoint.only_data import check_files, load_data
 
     rng = checkpoint / "rng" / "pipeline-0-tensor-0.pt"
     check_files(checkpoint)
@@ -131,7 +131,7 @@ def test_every_file_of_a_checkpoint_is_read_as_data(checkpoint, tmp_path):
 
 def test_an_object_among_the_shards_is_read_as_data(checkpoint, tmp_path):
     """torch loads objects with plain pickle."""
-    from dppo_megatron.actor.checkpoint.only_data import data_only, reason
+    from dppo_megatron.train.actor.checkpoint.only_data import data_only, reason
 
     metadata, index = read_metadata(checkpoint), MetadataIndex("object")
     torch.save(RunsCode(tmp_path / "ran"), checkpoint / "object.distcp")
@@ -148,8 +148,8 @@ def test_an_object_among_the_shards_is_read_as_data(checkpoint, tmp_path):
 
 @pytest.mark.parametrize("form", ["tensor", "file"])
 def test_extra_states_may_name_only_recipes_of_transformer_engine(tmp_path, form):
-    from dppo_megatron.actor import CheckpointError
-    from dppo_megatron.actor.checkpoint.only_data import check_extra_states
+    from dppo_megatron.train.actor import CheckpointError
+    from dppo_megatron.train.actor.checkpoint.only_data import check_extra_states
 
     def raw(pickled: bytes) -> dict:
         return {"model0": {"layers.0.fc1._extra_state": torch.tensor(list(pickled), dtype=torch.uint8)}}

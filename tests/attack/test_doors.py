@@ -15,12 +15,12 @@ import httpx
 import pytest
 
 from dppo_megatron.config import Config, read_config, save_resolved
-from dppo_megatron.engines.guard.asgi import SECRET_VARIABLE, Guard
-from dppo_megatron.engines.http import EngineCalls
-from dppo_megatron.engines.kinds import kind_of, server_environment
-from dppo_megatron.engines.protocol import EngineIncompatible
-from dppo_megatron.engines.secret import NoSecret, make_secret, read_secret
-from dppo_megatron.launch.engine import EngineStartError, _wait_healthy
+from dppo_megatron.rollout.engines.guard.asgi import SECRET_VARIABLE, Guard
+from dppo_megatron.rollout.engines.http import EngineCalls
+from dppo_megatron.rollout.engines.kinds import kind_of, server_environment
+from dppo_megatron.rollout.engines.protocol import EngineIncompatible
+from dppo_megatron.rollout.engines.secret import NoSecret, make_secret, read_secret
+from dppo_megatron.run.launch.engine import EngineStartError, _wait_healthy
 from tests.attack import cases, generator
 from tests.attack.conftest import SECRET
 from tests.support.configs import make_config
@@ -217,7 +217,7 @@ def test_a_secret_file_of_ones_own(tmp_path, monkeypatch):
     make_secret(config)
     assert read_secret(config) == "ours"
     assert not (tmp_path / "run" / "secret").exists()
-    monkeypatch.setattr("dppo_megatron.engines.secret.WRITTEN_S", 0.1)
+    monkeypatch.setattr("dppo_megatron.rollout.engines.secret.WRITTEN_S", 0.1)
     (tmp_path / "shared").write_text("")
     with pytest.raises(NoSecret, match="is empty; write another into it"):
         make_secret(config)
@@ -285,6 +285,6 @@ def test_a_server_that_rejects_its_own_launcher_is_reported(tmp_path, monkeypatc
     error = EngineIncompatible("status 401: this server was started without DPPO_SECRET")
     engine = Mock(return_value=AsyncMock(**{"health.side_effect": error}))
     config = run_config(tmp_path, start_timeout_s=0.2)
-    monkeypatch.setattr("dppo_megatron.launch.engine.build_engine", engine)
+    monkeypatch.setattr("dppo_megatron.run.launch.engine.build_engine", engine)
     with pytest.raises(EngineStartError, match=r"\(engine.start_timeout_s\); at last: status 401: .*DPPO_SECRET"):
         _wait_healthy(config, "http://engine", SimpleNamespace(poll=lambda: None, kill=lambda: None), tmp_path)

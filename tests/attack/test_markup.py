@@ -12,11 +12,11 @@ import yaml
 from markdown_it import MarkdownIt
 from rich.console import Console
 
-from dppo_megatron.observability import report as module
-from dppo_megatron.observability.report import write_report
-from dppo_megatron.view import write_view
+from dppo_megatron.lab.view import write_view
+from dppo_megatron.report import report as module
+from dppo_megatron.report.report import write_report
 from tests.attack import cases, generator
-from tests.view.runs import write_run
+from tests.lab.view.runs import write_run
 
 PIECES = [
     "<", ">", "</script>", "<img src=x onerror=alert(1)>", "<!--", "-->", "&lt;", "&#60;", "[", "](", ")", "![",

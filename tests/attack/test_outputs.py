@@ -10,10 +10,10 @@ import pytest
 
 from dppo_megatron.cli import main
 from dppo_megatron.common.files import OutputError, numbered_directory
-from dppo_megatron.study.grid import read_study
-from dppo_megatron.study.rows import add_row
-from tests.study.test_study import row, write_study
-from tests.view.runs import write_run
+from dppo_megatron.lab.study.grid import read_study
+from dppo_megatron.lab.study.rows import add_row
+from tests.lab.study.test_study import row, write_study
+from tests.lab.view.runs import write_run
 
 # Every command that writes where it is told to, and the names of the files if that is a directory.
 COMMANDS = {

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dppo_megatron.config.schema import RewardConfig
-from dppo_megatron.rewards import RewardError, RewardPool, build_rewards, import_problem
+from dppo_megatron.rollout.rewards import RewardError, RewardPool, build_rewards, import_problem
 from dppo_megatron.types import Prompt
 from tests.attack import cases, generator
 from tests.attack.hostile_rewards import HARMS, RAISES, RETURNS, exactly, harmless

@@ -8,8 +8,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from dppo_megatron.engines import guard
-from dppo_megatron.engines.guard.asgi import SECRET_VARIABLE
+from dppo_megatron.rollout.engines import guard
+from dppo_megatron.rollout.engines.guard.asgi import SECRET_VARIABLE
 
 SECRET = "only this"
 

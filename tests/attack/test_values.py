@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dppo_megatron.checks import data
 from dppo_megatron.config import Config, ConfigError, read_config
+from dppo_megatron.run.checks import data
 from tests.attack import generator
 from tests.attack.commands import LONGEST_MESSAGE, attack
 from tests.attack.hostile_values import HOSTILE

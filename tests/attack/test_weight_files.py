@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from dppo_megatron.engines.guard.asgi import Guard, inside_roots
-from dppo_megatron.engines.protocol import EngineRefused
-from dppo_megatron.engines.sglang.client import SglangEngine
-from dppo_megatron.launch.engine import EngineStartError, _policy_to_serve
+from dppo_megatron.rollout.engines.guard.asgi import Guard, inside_roots
+from dppo_megatron.rollout.engines.protocol import EngineRefused
+from dppo_megatron.rollout.engines.sglang.client import SglangEngine
+from dppo_megatron.run.launch.engine import EngineStartError, _policy_to_serve
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.published import PublishedPolicy
 from tests.attack.conftest import SECRET

@@ -17,9 +17,9 @@ from dppo_megatron.common.environment import SPINS, child_environment, cpu_threa
 from dppo_megatron.common.process import Child
 from dppo_megatron.config.engine import EngineConfig
 from dppo_megatron.config.task import EnvironmentConfig
-from dppo_megatron.engines.kinds import KINDS
-from dppo_megatron.fleet.registry import free_port, port_in_use
-from dppo_megatron.gateway.server import Gateway
+from dppo_megatron.rollout.engines.kinds import KINDS
+from dppo_megatron.rollout.fleet.registry import free_port, port_in_use
+from dppo_megatron.rollout.gateway.server import Gateway
 from dppo_megatron.weights.process_group import WeightRendezvous, local_address
 from tests.support.configs import make_config
 
@@ -126,7 +126,7 @@ def test_sockets_of_a_child_fit_below_its_directory_of_temporary_files(tmp_path,
 
 
 def test_every_process_of_the_package_gets_its_environment_from_one_function():
-    others = {"environments/python_tool.py", "slurm/step.py"}  # a sandbox, and srun
+    others = {"rollout/environments/python_tool.py", "run/slurm/step.py"}  # a sandbox, and srun
     root = Path(dppo_megatron.__file__).parent
     for file in root.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())) if "subprocess.Popen" in file.read_text() else ():

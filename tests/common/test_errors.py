@@ -14,8 +14,8 @@ from dppo_megatron.common.files import disk_full
 from dppo_megatron.common.ranks import _error_of
 from dppo_megatron.config import ConfigError
 from dppo_megatron.data.rows import PromptFileError
-from dppo_megatron.environments.interface import EnvironmentFailed
 from dppo_megatron.hf.errors import ModelError
+from dppo_megatron.rollout.environments.interface import EnvironmentFailed
 
 ROOT = Path(__file__).parents[2]
 FULL = OSError(errno.ENOSPC, "No space left on device")

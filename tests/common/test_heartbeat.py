@@ -34,10 +34,10 @@ def test_the_called_function_is_named_not_those_inside():
 
 def test_an_agreement_of_the_ranks():
     ranks = "/x/dppo_megatron/common/ranks.py"
-    stack = ("/x/dppo_megatron/trainer/control.py", "barrier"), (ranks, "gather"), (ranks, "_wait")
-    assert call_of(*stack) == ("gather (dppo_megatron/trainer/control.py, line 2)", True)
+    stack = ("/x/dppo_megatron/train/trainer/control.py", "barrier"), (ranks, "gather"), (ranks, "_wait")
+    assert call_of(*stack) == ("gather (dppo_megatron/train/trainer/control.py, line 2)", True)
 
 
 def test_work_that_waits_for_no_other_rank():
-    stack = ("/x/dppo_megatron/actor/forward.py", "run_model"), ("/site/torch/nn/linear.py", "forward")
-    assert call_of(*stack) == ("run_model (dppo_megatron/actor/forward.py, line 2)", False)
+    stack = ("/x/dppo_megatron/train/actor/forward.py", "run_model"), ("/site/torch/nn/linear.py", "forward")
+    assert call_of(*stack) == ("run_model (dppo_megatron/train/actor/forward.py, line 2)", False)

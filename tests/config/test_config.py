@@ -7,11 +7,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from dppo_megatron.checks import load_config
 from dppo_megatron.cli import app
 from dppo_megatron.config import Config, ConfigError, load, read_config, save_resolved, with_absolute_paths
 from dppo_megatron.config.load import run_of
 from dppo_megatron.objectives.settings import _OTHER_NAMES, AXES
+from dppo_megatron.run.checks import load_config
 from tests.support.configs import make_config
 from tests.support.configs import write_config_file as write
 
@@ -338,7 +338,7 @@ def test_an_engine_follows_the_model_and_the_lengths_where_it_is_not_set():
 
 @pytest.mark.parametrize("rank", [None, "0"])
 def test_a_rank_started_by_hand_states_that_it_waits(tmp_path, monkeypatch, rank):
-    monkeypatch.setattr("dppo_megatron.trainer.main.run_trainer", lambda *_, **__: None)
+    monkeypatch.setattr("dppo_megatron.train.trainer.main.run_trainer", lambda *_, **__: None)
     done = CliRunner().invoke(app, ["trainer", str(write(tmp_path))], env={"RANK": rank})
     assert done.exit_code == 0
     assert ("`train` starts all of them" in done.output) == (rank is None)

@@ -8,10 +8,10 @@ import typing
 
 import pytest
 
-from dppo_megatron.checks import load_config
 from dppo_megatron.config import Config, ConfigError
 from dppo_megatron.config.section import Section
 from dppo_megatron.errors import LONGEST_MESSAGE, ExpectedError, bounded, listing, shown
+from dppo_megatron.run.checks import load_config
 from tests.support.configs import REQUIRED
 
 BASE = "run: {dir: x}\nmodel: {path: m}\ndata: {train: t}\ntrain: {steps: 1}\n"

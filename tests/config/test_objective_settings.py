@@ -2,9 +2,9 @@
 
 import pytest
 
-from dppo_megatron.checks import load_config
-from dppo_megatron.checks.resume import changed_settings
 from dppo_megatron.config import ConfigError
+from dppo_megatron.run.checks import load_config
+from dppo_megatron.run.checks.resume import changed_settings
 from tests.support.configs import write_config_file as write
 
 # What a run of a version without typed settings saved of them.

@@ -6,14 +6,14 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from dppo_megatron.checks import load_config
+from dppo_megatron.rewards import RewardPool
 from typer.testing import CliRunner
 
-from dppo_megatron.checks import load_config
 from dppo_megatron.cli import app
 from dppo_megatron.config.schema import RewardConfig
 from dppo_megatron.data.files import PromptFileError
 from dppo_megatron.data.recipes import RecipeError, prepare
-from dppo_megatron.rewards import RewardPool
 from tests.support.tokenizers import save_character_model
 
 AIME24_TEMPLATE = (

@@ -8,7 +8,7 @@ import yaml
 from transformers import AutoTokenizer
 
 from dppo_megatron.bank import BankReader
-from dppo_megatron.rewards.gsm8k import gsm8k
+from dppo_megatron.rollout.rewards.gsm8k import gsm8k
 from dppo_megatron.types import Prompt
 from tests.support.actor_cases import TINY
 from tests.support.runs import records, run, steps_done, write_config

@@ -40,7 +40,11 @@ def at(number: int, act: Callable[[], None], nth: int = 1) -> Callable[[Turn], N
 def tree_of(task: Path, directory: Path, urls: list[str]) -> dict:
     tree = config_tree(task, directory, urls=tuple(urls))
     tree["rollout"] |= {"max_response_tokens": 40, "stop_token_ids": [2, 3, 4, 5, 6], "max_concurrent_groups": 2}
-    tree["environment"] = {"name": "tests.environments.worlds:Unscored", "settings": {"turns": TURNS}, "workers": 2}
+    tree["environment"] = {
+        "name": "tests.rollout.environments.worlds:Unscored",
+        "settings": {"turns": TURNS},
+        "workers": 2,
+    }
     return tree
 
 
@@ -198,7 +202,7 @@ def test_the_gateway_loses_no_finished_turn_and_samples_none_again(task, engine,
         tree = tree_of(task, directory, [proxy.url])
         tree["model"]["path"] = str(tmp_path / "model")
         tree["data"]["chat_template"] = True
-        tree["environment"] = {"agent": "tests.gateway.published:converses", "workers": 2, "max_turn_tokens": 8}
+        tree["environment"] = {"agent": "tests.rollout.gateway.published:converses", "workers": 2, "max_turn_tokens": 8}
         tree["rollout"]["stop_token_ids"] = [STAR]
         cells = list(lives_of_orchestrators(watch, lambda: Life(tree, tmp_path, prompts), nth=4))
         life = Life(tree, tmp_path, prompts)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dppo_megatron.rewards.registry import load_reward
+from dppo_megatron.rollout.rewards.registry import load_reward
 from dppo_megatron.types import Prompt
 from examples.language_model.make_task import HELD_OUT, make_task
 from examples.language_model.model import LOCK, ModelUnavailable, download, model_directory

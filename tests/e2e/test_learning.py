@@ -11,7 +11,7 @@ import yaml
 from make_task import write_sums
 
 from dppo_megatron.bank import BankReader
-from dppo_megatron.doctor import diagnose
+from dppo_megatron.report.doctor import diagnose
 from dppo_megatron.types import Prompt, Rollout
 from tests.support.faults import NOTICED_S, PROBES, Run, frozen
 from tests.support.runs import Engine, records, run, write_config

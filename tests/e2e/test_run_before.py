@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dppo_megatron.bank import BankReader
-from dppo_megatron.checks import check_run_dir, load_config
+from dppo_megatron.run.checks import check_run_dir, load_config
 from tests.support.runs import records, run, steps_done
 
 STORED = Path(__file__).parents[1] / "data" / "run_before"

@@ -1,6 +1,7 @@
 """With `engine.exact` a run with `engine.draft_tokens` has the bits of one without, also if killed and resumed.
 
-On two ranks: for one, tests/engines/test_vllm_drafts.py compares the samples, and tests/certify the log-probs.
+On two ranks: for one, tests/rollout/engines/test_vllm_drafts.py compares the samples, and tests/lab/certify the
+log-probs.
 """
 
 import os

@@ -52,7 +52,7 @@ VARIANTS = {
     },
     "turns": {
         "rollout": {"max_response_tokens": 40, "stop_token_ids": [2, 3, 4, 5, 6], "max_staleness": 1},
-        "environment": {"name": "tests.environments.worlds:Unscored", "settings": {"turns": 3}, "workers": 4},
+        "environment": {"name": "tests.rollout.environments.worlds:Unscored", "settings": {"turns": 3}, "workers": 4},
     },
     # Without a differing bit, rounded to 16 bits by two ranks, and with the engine's top K.
     "exact": {"model": {"dtype": "bf16"}, "engine": {"dtype": "bf16", "exact": True}},

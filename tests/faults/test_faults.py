@@ -10,8 +10,8 @@ import time
 import numpy as np
 import pytest
 
-from dppo_megatron.engines.vllm.extension.wire import decode_reply, encode_reply
-from dppo_megatron.fleet.registry import free_port
+from dppo_megatron.rollout.engines.vllm.extension.wire import decode_reply, encode_reply
+from dppo_megatron.rollout.fleet.registry import free_port
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.delta import is_delta
 from dppo_megatron.weights.published import PublishedPolicy

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from dppo_megatron.bank import BankReader
-from dppo_megatron.engines.kinds import KINDS
+from dppo_megatron.rollout.engines.kinds import KINDS
 from dppo_megatron.run_dir import RunDir
 from tests.support.engines import engine_config
 from tests.support.faults import Proxy, Run, command_line, fault_config, kill

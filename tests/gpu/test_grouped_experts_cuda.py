@@ -34,7 +34,7 @@ class FakeAdapter(nn.Module):
 
 @pytest.mark.parametrize("counts", [(7, 0, 129, 1, 64), (0, 3, 300, 0, 0)], ids=str)
 def test_values_and_gradients_agree_with_float64(counts: tuple[int, ...]) -> None:
-    experts = pytest.importorskip("dppo_megatron.actor.experts")
+    experts = pytest.importorskip("dppo_megatron.train.actor.experts")
     generator = torch.Generator().manual_seed(1)
     layers = []
     for _ in counts:

@@ -47,7 +47,7 @@ def test_its_config_is_read_and_refused_like_any_other(model):
 
 @pytest.mark.filterwarnings("ignore")  # Megatron's, at import
 def test_the_trainer_builds_and_loads_and_saves_it(model, tmp_path):
-    from dppo_megatron.actor.model_config import transformer_config
+    from dppo_megatron.train.actor.model_config import transformer_config
 
     run = make_config(model={"path": str(model), "dtype": "fp32"})
     config = hf.read_hf_config(model)

@@ -40,7 +40,7 @@ def test_the_documentation_names_only_existing_things(capsys):
         ("[here](nowhere.md)", "link to nowhere.md: no such file"),
         ("[here](../README.md#no-such-part)", "link to ../README.md#no-such-part: no such heading"),
         ("`trainer/lop.py`", "trainer/lop.py: no such file"),
-        ("`trainer/loop.py: trian`", "trainer/loop.py has no trian"),
+        ("`train/trainer/loop.py: trian`", "train/trainer/loop.py has no trian"),
         ("`bank/writer.py: BankWriter.appendix`", "bank/writer.py has no BankWriter.appendix"),
         ("`make quikstart`", "make quikstart: no such target"),
         ("```\nmake instal   # first\n```", "make instal: no such target"),
@@ -69,7 +69,7 @@ def test_a_page_with_valid_references_passes(tmp_path):
     text = """# A page
 
 [above](#a-page), [README](../README.md#quickstart), [elsewhere](https://example.org/x),
-`trainer/loop.py: Training.run`, `make quickstart`, `dppo-megatron trainer / engine CONFIG`,
+`train/trainer/loop.py: Training.run`, `make quickstart`, `dppo-megatron trainer / engine CONFIG`,
 `dppo-megatron convert ...`, `--resume`, `rollout.bank: D`, `your_package.module:attribute`, `objective.settings.delta`
 """
     assert not problems(tmp_path, text)

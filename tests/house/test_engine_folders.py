@@ -7,10 +7,10 @@ from typing import get_args
 import pytest
 
 from dppo_megatron.config.schema import EngineConfig
-from dppo_megatron.engines.kinds import KINDS
+from dppo_megatron.rollout.engines.kinds import KINDS
 
 ROOT = Path(__file__).parents[2]
-ALLOWED = ("engines/", "config/engine.py")
+ALLOWED = ("rollout/engines/", "config/engine.py")
 
 
 def mentions(root: Path) -> list[str]:
@@ -35,7 +35,7 @@ def test_only_the_folder_of_an_engine_knows_its_name():
 def test_every_kind_of_the_schema_has_a_folder():
     assert set(KINDS) == set(get_args(EngineConfig.model_fields["kind"].annotation))
     for name, kind in KINDS.items():
-        assert type(kind).__module__ == f"dppo_megatron.engines.{name}.kind"
+        assert type(kind).__module__ == f"dppo_megatron.rollout.engines.{name}.kind"
 
 
 @pytest.mark.parametrize(
@@ -44,12 +44,12 @@ def test_every_kind_of_the_schema_has_a_folder():
         'if config.engine.kind == "sglang":\n    pass',
         'x = {"vllm": 1}[config.engine.kind]',
         'x = config.engine.kind in ("sglang",)',
-        "from dppo_megatron.engines.vllm.client import VllmEngine",
+        "from dppo_megatron.rollout.engines.vllm.client import VllmEngine",
     ],
 )
 def test_a_decision_by_kind_elsewhere_is_found(tmp_path, line):
-    for folder in ("fleet", "engines"):
+    for folder in ("rollout/fleet", "rollout/engines"):
         (tmp_path / "dppo_megatron" / folder).mkdir(parents=True)
         (tmp_path / "dppo_megatron" / folder / "fault.py").write_text(line)
     (found,) = mentions(tmp_path)
-    assert found.startswith("fleet/fault.py:1: ")
+    assert found.startswith("rollout/fleet/fault.py:1: ")

@@ -5,7 +5,7 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-from dppo_megatron.observability.names import METRICS
+from dppo_megatron.report.names import METRICS
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "dppo_megatron"

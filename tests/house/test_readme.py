@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dppo_megatron.objectives import build_objective
-from dppo_megatron.rewards.registry import load_reward
+from dppo_megatron.rollout.rewards.registry import load_reward
 from dppo_megatron.types import Prompt
 
 ROOT = Path(__file__).parents[2]

@@ -13,9 +13,9 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import importlib, pkgutil, sys
 sys.modules.update(dict.fromkeys({absent}))
-import dppo_megatron.slurm
-for module in pkgutil.iter_modules(dppo_megatron.slurm.__path__):
-    importlib.import_module("dppo_megatron.slurm." + module.name)
+import dppo_megatron.run.slurm
+for module in pkgutil.iter_modules(dppo_megatron.run.slurm.__path__):
+    importlib.import_module("dppo_megatron.run.slurm." + module.name)
 from dppo_megatron.cli import main
 config = "examples/qwen3_8b/config.yaml"
 sys.argv = ["dppo-megatron", "slurm", config, "--dry-run", "--set", "slurm.command=[dppo-megatron]"]

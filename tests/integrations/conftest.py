@@ -4,7 +4,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from tests.environments.conftest import tokenizer  # noqa: F401
+from tests.rollout.environments.conftest import tokenizer  # noqa: F401
 
 collect_ignore_glob = []
 if find_spec("trl") is None:

@@ -12,19 +12,19 @@ import pytest
 import trl
 from trl import GRPOConfig, GRPOTrainer
 
-from dppo_megatron.environments.adapters.reasoning_gym import ReasoningGym
-from dppo_megatron.environments.adapters.trl import FactoryEnvironment
+from dppo_megatron.rollout.environments.adapters.reasoning_gym import ReasoningGym
+from dppo_megatron.rollout.environments.adapters.trl import FactoryEnvironment
 from dppo_megatron.types import Prompt
-from tests.environments.test_adapters import Counter
-from tests.environments.test_episodes import assert_exact, play, text_of
 from tests.integrations.test_trl import policy
 from tests.integrations.test_trl import tokenizer as chatless
+from tests.rollout.environments.test_adapters import Counter
+from tests.rollout.environments.test_episodes import assert_exact, play, text_of
 
 pytestmark = pytest.mark.integrations
 
-OPENENV = "dppo_megatron.environments.adapters.openenv:OpenEnv"
-REASONING_GYM = "dppo_megatron.environments.adapters.reasoning_gym:ReasoningGym"
-GYM = "dppo_megatron.environments.adapters.gym:Gym"
+OPENENV = "dppo_megatron.rollout.environments.adapters.openenv:OpenEnv"
+REASONING_GYM = "dppo_megatron.rollout.environments.adapters.reasoning_gym:ReasoningGym"
+GYM = "dppo_megatron.rollout.environments.adapters.gym:Gym"
 
 
 @pytest.mark.smoke

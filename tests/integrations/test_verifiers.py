@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.environments.test_episodes import assert_exact, play, text_of
+from tests.rollout.environments.test_episodes import assert_exact, play, text_of
 from tests.support.audit import audit
 
 pytestmark = pytest.mark.integrations
 
-PLAY = "dppo_megatron.environments.adapters.verifiers:play"
+PLAY = "dppo_megatron.rollout.environments.adapters.verifiers:play"
 VERIFIERS = os.path.relpath(Path(sys.prefix, "verifiers"))
 WORDLE = {"id": "textarena", "game": "Wordle-v0"}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from examples.language_model.model import ROOT, ModelUnavailable, model_directory
-from tests.engines.conftest import Served
+from tests.rollout.engines.conftest import Served
 from tests.support import runs
 from tests.support.engines import engine_config, running_server
 

@@ -11,13 +11,13 @@ import torch
 
 from dppo_megatron import hf
 from dppo_megatron.bank import BankReader
-from tests.engines import test_contract as contract
 from tests.language_model.conftest import PROMPTS
+from tests.rollout.engines import test_contract as contract
 from tests.support import runs
 from tests.support.engines import Reference
 from tests.support.model_directories import same_weights
-from tests.weight_sync.test_real_engines import check_scores, publish
-from tests.weight_sync.trainer_process import UPDATE
+from tests.train.weight_sync.test_real_engines import check_scores, publish
+from tests.train.weight_sync.trainer_process import UPDATE
 
 pytestmark = pytest.mark.language_model
 TENSORS, END = 272, 2  # the head is the embedding; <|im_end|>
@@ -134,7 +134,7 @@ def test_a_run_ended_by_kill_9_resumes_with_equal_bits(trained, tree):
 @pytest.mark.smoke
 def test_a_tool_environment_is_rejected_because_the_template_shows_no_tools(task, tree):
     config = task.parent / "tools.yaml"
-    runs.write_config(tree("tools", environment={"name": "tests.environments.worlds:Table"}), config)
+    runs.write_config(tree("tools", environment={"name": "tests.rollout.environments.worlds:Table"}), config)
     refused = runs.run("validate", config, check=False)
     assert refused.returncode == 2
     assert "chat template does not suit them: it does not show tools to the policy" in refused.stderr + refused.stdout

@@ -14,7 +14,7 @@ from tests.support.actor_cases import make_models
 from tests.support.ranks import TORCH, Ranks
 
 HERE = Path(__file__).parent
-PRELOAD = ("tests.null_gpu.with_te", *TORCH, "dppo_megatron.actor")
+PRELOAD = ("tests.null_gpu.with_te", *TORCH, "dppo_megatron.train.actor")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -24,7 +24,7 @@ class Fault:
 
 
 TENSOR = {"parallel": {"tensor": 2}}
-FORWARD = "dppo_megatron.actor.forward.apply_objective"
+FORWARD = "dppo_megatron.train.actor.forward.apply_objective"
 HEADER = "dppo_megatron.vocab_parallel.request.write_header"
 EXPORT = "dppo_megatron.hf.export.named_weights"
 PAGEABLE = "copies between the device and memory that is not pinned"
@@ -69,7 +69,7 @@ def a_tensor_on_the_host_in_the_loss(apply: Any, objective: Any, rows: Any, **na
     return apply(objective, replace(rows, advantage=torch.zeros(rows.advantage.shape)), **named)
 
 
-@shows("cu_seqlens.dtype", "dppo_megatron.actor.batch.packing.Packer._packed", te=True, steps=("logprobs",))
+@shows("cu_seqlens.dtype", "dppo_megatron.train.actor.batch.packing.Packer._packed", te=True, steps=("logprobs",))
 def a_wrong_dtype_to_attention(packed: Any, *arguments: Any) -> Any:
     """TransformerEngine wants int32."""
     made = packed(*arguments)
@@ -83,7 +83,7 @@ def a_renamed_argument(forward: Any, layer: Any, inp: Any, is_first_micro_batch:
     return forward(layer, inp, is_first_microbatch=is_first_micro_batch)
 
 
-@shows("local_state.dtype == torch.float32", "dppo_megatron.actor.actor.optimizer_step", steps=("update",))
+@shows("local_state.dtype == torch.float32", "dppo_megatron.train.actor.actor.optimizer_step", steps=("update",))
 def a_wrong_dtype_in_the_optimizers_step(step: Any, optimizer: Any, *arguments: Any, **named: Any) -> Any:
     """Adam's state as it would be after something had kept it in bf16."""
     for part in optimizer.chained_optimizers:

@@ -38,15 +38,15 @@ def _part() -> int:
     import gpu_parts
     import gpu_ranks
 
-    import dppo_megatron.actor
+    import dppo_megatron.train.actor
 
-    begin = dppo_megatron.actor.init_layout
+    begin = dppo_megatron.train.actor.init_layout
 
     def over_gloo(config: Any) -> Any:
         scenario.start_group(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
         return begin(config)
 
-    dppo_megatron.actor.init_layout = over_gloo
+    dppo_megatron.train.actor.init_layout = over_gloo
     gpu_ranks.__file__ = __file__  # which starts its ranks
     gpu_parts.FP8 = ()  # the stand-ins for TransformerEngine have none
     for sizes in (gpu_case.SIZES, gpu_case.MOE_SIZE):

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 from dppo_megatron.types import TokenBatch
-from tests.actor.scenarios.parts import same, weights
 from tests.null_gpu import te_extension
 from tests.null_gpu.host_ops import HostOperators
 from tests.support.actor_cases import micro_batches, pack, sequences
 from tests.support.actor_ranks import Rank
+from tests.train.actor.scenarios.parts import same, weights
 
 STEPS = ("logprobs", "update", "waits", "offload", "export", "checkpoint")
 
@@ -96,7 +96,7 @@ def _actor(case: Case, models: Path, directory: Path) -> Iterator[Any]:
     model = {"dtype": "bf16", "layers": "transformer_engine" if case.te else "local", **sections.pop("model", {})}
     optimizer = sections.pop("optimizer", None)
     rank = OnDevice(int(os.environ["RANK"]), case.ranks, models, directory)
-    reason = mock.patch("dppo_megatron.actor.experts.why_sequential", return_value="the case asks for it")
+    reason = mock.patch("dppo_megatron.train.actor.experts.why_sequential", return_value="the case asks for it")
     with (
         reason if case.sequential else contextlib.nullcontext(),
         rank.actor(case.model, optimizer=optimizer, settings=model, sections=sections, **parallel) as actor,
@@ -155,7 +155,7 @@ def _read_by(objective: Any, batches: list[TokenBatch]) -> list[TokenBatch]:
 @contextlib.contextmanager
 def no_waits(name: str) -> Iterator[None]:
     """Inside, a wait of the host for the device within the loss raises, and so does a copy from memory not pinned."""
-    from dppo_megatron.actor import forward
+    from dppo_megatron.train.actor import forward
 
     compute, pageable = forward.LossStep.loss, ctypes.CDLL("libcudart.so.13").nullGpuPageableCopies
     pageable.restype = ctypes.c_long
@@ -192,7 +192,7 @@ def all_waits(function: Callable[[], object]) -> tuple[int, int]:
 
 def offload(actor: Any) -> int:
     """Return the freed bytes. The host has the contents before the device's memory is freed, and the weights return."""
-    from dppo_megatron.actor import offload as module
+    from dppo_megatron.train.actor import offload as module
 
     empty = module._Storages.empty
 

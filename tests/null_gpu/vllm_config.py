@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-EXTENSION = ROOT / "dppo_megatron/engines/vllm/extension"
+EXTENSION = ROOT / "dppo_megatron/rollout/engines/vllm/extension"
 
 
 def main() -> None:
@@ -45,12 +45,12 @@ def configuration(example: str, directory: Path) -> dict[str, Any]:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from dppo_megatron.checks import load_config
-    from dppo_megatron.engines.kinds import KINDS
-    from dppo_megatron.engines.serving import Node
-    from dppo_megatron.engines.vllm.extension import routes
-    from dppo_megatron.engines.vllm.extension.experts import ExpertsReader
-    from dppo_megatron.engines.vllm.extension.sampling_masks import MaskReader
+    from dppo_megatron.rollout.engines.kinds import KINDS
+    from dppo_megatron.rollout.engines.serving import Node
+    from dppo_megatron.rollout.engines.vllm.extension import routes
+    from dppo_megatron.rollout.engines.vllm.extension.experts import ExpertsReader
+    from dppo_megatron.rollout.engines.vllm.extension.sampling_masks import MaskReader
+    from dppo_megatron.run.checks import load_config
 
     path, *overrides = example.split()
     config = load_config(path, overrides)
@@ -95,10 +95,10 @@ def configuration(example: str, directory: Path) -> dict[str, Any]:
 
 def absent() -> list[str]:
     """Return the names that the extension uses and this vLLM lacks or calls by other arguments."""
-    from dppo_megatron.engines.internals import names_of
+    from dppo_megatron.rollout.engines.internals import names_of
 
     for module in sorted(EXTENSION.glob("*.py")):
-        import_module(f"dppo_megatron.engines.vllm.extension.{module.stem}")
+        import_module(f"dppo_megatron.rollout.engines.vllm.extension.{module.stem}")
     return [entry.path for entry in names_of("vllm")[2] if entry.problem()]
 
 

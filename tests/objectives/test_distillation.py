@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from dppo_megatron.actor import apply_objective, forward
 from dppo_megatron.objectives import ObjectiveError, ObjectiveSettings, TopKLogprobs, build_objective, reduce_metrics
+from dppo_megatron.train.actor import apply_objective, forward
 from dppo_megatron.types import TokenBatch
 from dppo_megatron.vocab_parallel import linear_token_statistics, token_statistics
 from tests.support.divergences import dense_loss

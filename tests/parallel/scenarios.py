@@ -4,10 +4,10 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from dppo_megatron.actor import forward, optimizer
 from dppo_megatron.bank import BankReader
 from dppo_megatron.objectives import build_objective
-from dppo_megatron.trainer.batches import BankBatches, parts_of
+from dppo_megatron.train.actor import forward, optimizer
+from dppo_megatron.train.trainer.batches import BankBatches, parts_of
 from tests.parallel.cases import CASES, DIVERGENCES, STEPS, bank_of, sections
 from tests.support.actor_ranks import Rank
 

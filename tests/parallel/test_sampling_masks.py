@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from dppo_megatron.bank import BankReader
 from dppo_megatron.objectives import TopKLogprobs, build_objective, sequence_ids_from_cu_seqlens
-from dppo_megatron.trainer.batches import BankBatches
+from dppo_megatron.train.trainer.batches import BankBatches
 from dppo_megatron.types import TokenBatch
 from tests.parallel.cases import TEMPERATURE, sections
 from tests.support.actor_cases import actor_config

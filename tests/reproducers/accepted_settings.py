@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import sys
 
-from dppo_megatron.checks import settings_problems
 from dppo_megatron.config import ConfigError, read_config
+from dppo_megatron.run.checks import settings_problems
 
 TRAIN = "runs/quickstart/task/train.jsonl"
 REJECTED = {

@@ -12,9 +12,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from dppo_megatron.actor import Actor, init_layout
 from dppo_megatron.hf import ModelError, make_random_hf_model, read_hf_config
 from dppo_megatron.hf.peft import adapter_problems
+from dppo_megatron.train.actor import Actor, init_layout
 from tests.support.actor_cases import QWEN3, actor_config
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from dppo_megatron.data.prompts import training_prompts
 from dppo_megatron.data.tokenizer import end_token_ids, load_tokenizer
 from dppo_megatron.hf.small_model import chat_tokenizer, write_small_model
-from dppo_megatron.trainer.batches import SupervisedBatches
+from dppo_megatron.train.trainer.batches import SupervisedBatches
 from tests.support.configs import make_config
 
 work = Path(tempfile.mkdtemp())

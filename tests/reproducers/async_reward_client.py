@@ -57,7 +57,7 @@ async def by_aiohttp(prompt, response_text):
 
 async def score(name):
     from dppo_megatron.config.task import RewardConfig
-    from dppo_megatron.rewards.pool import RewardPool
+    from dppo_megatron.rollout.rewards.pool import RewardPool
     from dppo_megatron.types import Prompt
 
     prompt = Prompt(0, 0, np.array([1], np.int32), "q", "1", {"prompt": "q", "answer": "1"}, "")

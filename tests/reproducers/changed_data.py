@@ -8,10 +8,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from dppo_megatron.checks.resume import changed_settings, record
 from dppo_megatron.data.prompts import training_prompts
 from dppo_megatron.data.tokenizer import load_tokenizer
 from dppo_megatron.hf.small_model import chat_tokenizer, write_small_model
+from dppo_megatron.run.checks.resume import changed_settings, record
 from tests.support.configs import make_config
 
 work = Path(tempfile.mkdtemp())

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from dppo_megatron.config import save_resolved
-from dppo_megatron.doctor import Examination
+from dppo_megatron.report.doctor import Examination
 from tests.support.configs import make_config
 
 NAMES = ["train/loss", "rollout/reward_mean", "mismatch/kl", *(f"other/{i}" for i in range(20))]

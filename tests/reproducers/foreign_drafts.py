@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dppo_megatron.engines.protocol import EngineError, GenerateRequest
+from dppo_megatron.rollout.engines.protocol import EngineError, GenerateRequest
 from tests.support.engines import VOCAB, engine_config, make_model, running_server, with_engine
 
 

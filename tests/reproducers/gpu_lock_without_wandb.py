@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from dppo_megatron.config import read_config
-from dppo_megatron.observability.trackers import missing_packages
+from dppo_megatron.report.trackers import missing_packages
 
 lock = {
     m[1].lower().replace("_", "-")

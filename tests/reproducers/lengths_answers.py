@@ -8,12 +8,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from dppo_megatron.checks import preflight
 from dppo_megatron.data.prompts import training_prompts
 from dppo_megatron.data.tokenizer import load_tokenizer
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.hf.small_model import chat_tokenizer, write_small_model
-from dppo_megatron.trainer.batches import SupervisedBatches
+from dppo_megatron.run.checks import preflight
+from dppo_megatron.train.trainer.batches import SupervisedBatches
 from tests.support.configs import make_config
 
 work = Path(tempfile.mkdtemp())

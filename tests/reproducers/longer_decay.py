@@ -7,8 +7,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from dppo_megatron.checks import check_run_dir
 from dppo_megatron.config import ConfigError, save_resolved
+from dppo_megatron.run.checks import check_run_dir
 from dppo_megatron.run_dir import RunDir
 from tests.support.configs import make_config
 

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import torch
 
-from dppo_megatron.actor.forward import apply_objective
 from dppo_megatron.objectives import build_objective
-from dppo_megatron.trainer.batches import StepBatch, UpdateBatch
-from dppo_megatron.trainer.policy_logprobs import with_batch_statistic
+from dppo_megatron.train.actor.forward import apply_objective
+from dppo_megatron.train.trainer.batches import StepBatch, UpdateBatch
+from dppo_megatron.train.trainer.policy_logprobs import with_batch_statistic
 from dppo_megatron.types import TokenBatch
 
 T = 4000

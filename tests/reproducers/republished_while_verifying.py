@@ -5,7 +5,7 @@ Run from a clone's root: PYTHONPATH=. python tests/reproducers/republished_while
 
 import sys
 
-from dppo_megatron.fleet.health import EngineHealth, HealthRules, State
+from dppo_megatron.rollout.fleet.health import EngineHealth, HealthRules, State
 
 serving = EngineHealth(HealthRules(3, 1.0)).policy_published(0, 7, "a").answered(1, "a", 7)
 h = serving

@@ -13,15 +13,15 @@ import tempfile
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from dppo_megatron.checks import settings_problems
-from dppo_megatron.engines.kinds import build_engine
-from dppo_megatron.engines.protocol import EngineError
-from dppo_megatron.engines.secret import make_secret
-from dppo_megatron.fleet.pool import FixedEngines
-from dppo_megatron.fleet.sampling import Sampler
-from dppo_megatron.orchestrator.teachers import Teachers
+from dppo_megatron.rollout.engines.kinds import build_engine
+from dppo_megatron.rollout.engines.protocol import EngineError
+from dppo_megatron.rollout.engines.secret import make_secret
+from dppo_megatron.rollout.fleet.pool import FixedEngines
+from dppo_megatron.rollout.fleet.sampling import Sampler
+from dppo_megatron.rollout.orchestrator.teachers import Teachers
+from dppo_megatron.run.checks import settings_problems
 from dppo_megatron.run_dir import RunDir
-from tests.orchestrator.test_teachers import VOCAB, Encoder, prompt, rollout
+from tests.rollout.orchestrator.test_teachers import VOCAB, Encoder, prompt, rollout
 from tests.support.configs import make_config
 
 INFO = {

@@ -20,7 +20,7 @@ def slow(prompt, response_text):  # longer than the time before the suspension
 """
 CHILD = """import asyncio, numpy as np
 from dppo_megatron.config.schema import RewardConfig
-from dppo_megatron.rewards import RewardPool
+from dppo_megatron.rollout.rewards import RewardPool
 from dppo_megatron.types import Prompt
 async def main():
     with RewardPool(RewardConfig(name="slowreward:slow", timeout_s=4, workers=1)) as pool:

@@ -9,9 +9,9 @@ import tempfile
 from pathlib import Path
 
 from dppo_megatron.config import with_settings
-from dppo_megatron.orchestrator.teachers import Teachers
+from dppo_megatron.rollout.orchestrator.teachers import Teachers
 from dppo_megatron.run_dir import RunDir
-from tests.orchestrator.test_teachers import Encoder, prompt, rollout
+from tests.rollout.orchestrator.test_teachers import Encoder, prompt, rollout
 from tests.support.configs import make_config
 from tests.support.fakes.fleet import A, B, FakeServer, World
 

@@ -56,7 +56,7 @@ class Rank:
 @contextmanager
 def started_actor(config: Config) -> Iterator[Any]:
     """Yield an Actor without weights after a rendezvous. Closes the layout afterwards."""
-    from dppo_megatron.actor import Actor, init_layout
+    from dppo_megatron.train.actor import Actor, init_layout
 
     layout = init_layout(config)
     try:

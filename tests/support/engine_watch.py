@@ -9,9 +9,9 @@ import numpy as np
 
 from dppo_megatron.bank import BankReader
 from dppo_megatron.bank.audit import Turn
-from dppo_megatron.engines.protocol import GenerateRequest
-from dppo_megatron.engines.sglang import wire as sglang
-from dppo_megatron.engines.vllm.extension.wire import decode_reply, decode_samples
+from dppo_megatron.rollout.engines.protocol import GenerateRequest
+from dppo_megatron.rollout.engines.sglang import wire as sglang
+from dppo_megatron.rollout.engines.vllm.extension.wire import decode_reply, decode_samples
 from dppo_megatron.types import Rollout, RolloutGroup
 
 REQUEST = re.compile(rb'"group-(\d+)\.(\d+)\.(\d+)-')

@@ -19,13 +19,13 @@ import numpy as np
 
 from dppo_megatron.config.model import LoraConfig
 from dppo_megatron.config.schema import Config
-from dppo_megatron.engines.guard.asgi import ROOTS_VARIABLE
-from dppo_megatron.engines.kinds import build_engine, kind_of, server_environment
-from dppo_megatron.engines.protocol import Engine, GenerateRequest
-from dppo_megatron.engines.secret import make_secret, read_secret
-from dppo_megatron.fleet.registry import free_port
 from dppo_megatron.hf import read_hf_config
 from dppo_megatron.hf.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_shapes
+from dppo_megatron.rollout.engines.guard.asgi import ROOTS_VARIABLE
+from dppo_megatron.rollout.engines.kinds import build_engine, kind_of, server_environment
+from dppo_megatron.rollout.engines.protocol import Engine, GenerateRequest
+from dppo_megatron.rollout.engines.secret import make_secret, read_secret
+from dppo_megatron.rollout.fleet.registry import free_port
 from tests.support.configs import make_config
 
 if TYPE_CHECKING:

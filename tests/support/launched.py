@@ -17,9 +17,9 @@ from tests.support.configs import make_config
 PROGRAM = """
 import sys
 from pathlib import Path
-from dppo_megatron.checks import load_config
-from dppo_megatron.launch import local_processes
-from dppo_megatron.launch.local_run import LocalRun
+from dppo_megatron.run.checks import load_config
+from dppo_megatron.run.launch import local_processes
+from dppo_megatron.run.launch.local_run import LocalRun
 from dppo_megatron.run_dir import RunDir
 
 def command(role, *arguments):

@@ -53,8 +53,8 @@ def build_gpt(
 
 def _own_layers(spec, hf: HFModelConfig, offset: int) -> None:
     """Use the trainer's layers, because Megatron has gated delta net and norms for it only with TransformerEngine."""
-    from dppo_megatron.actor.local.attention import PackedAttention, SinkAttention
-    from dppo_megatron.actor.model import _use_delta_net, _use_own_modules
+    from dppo_megatron.train.actor.local.attention import PackedAttention, SinkAttention
+    from dppo_megatron.train.actor.model import _use_delta_net, _use_own_modules
 
     _use_own_modules(spec, PackedAttention if hf.sinks is None else SinkAttention)
     if hf.delta_net is not None:
@@ -62,8 +62,8 @@ def _own_layers(spec, hf: HFModelConfig, offset: int) -> None:
 
 
 def _packed(hf: HFModelConfig, token_ids: torch.Tensor):
-    from dppo_megatron.actor.batch.packing import Packer, sequence
     from dppo_megatron.hf import inverse_frequencies
+    from dppo_megatron.train.actor.batch.packing import Packer, sequence
 
     packer = Packer(torch.device("cpu"), torch.float32, inverse_frequencies(hf), delta_net=hf.delta_net is not None)
     return packer(sequence(token_ids[0].numpy())).packed

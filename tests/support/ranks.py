@@ -32,8 +32,8 @@ RANKS = "TEST_RANKS"  # environment variable: identifies these processes in name
 TORCH = ("torch", "torch.distributed", "torch._dynamo")  # dispatch modes need Dynamo
 ALL = (
     *TORCH,
-    "dppo_megatron.actor",
-    *("dppo_megatron.cli", "dppo_megatron.launch.local_run", "dppo_megatron.observability.curves"),
+    "dppo_megatron.train.actor",
+    *("dppo_megatron.cli", "dppo_megatron.run.launch.local_run", "dppo_megatron.report.curves"),
     *("transformers.models.auto.tokenization_auto", "matplotlib.figure"),
 )
 
@@ -192,7 +192,7 @@ def megatron_group(
     """
     from megatron.core import parallel_state, tensor_parallel
 
-    from dppo_megatron.actor import without_cuda
+    from dppo_megatron.train.actor import without_cuda
 
     without_cuda.install()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

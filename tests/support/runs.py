@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import yaml
 
-from dppo_megatron.engines.guard.asgi import ROOTS_VARIABLE
+from dppo_megatron.rollout.engines.guard.asgi import ROOTS_VARIABLE
 from tests.support.commands import Command
 
 STEPS, GROUPS, SAMPLES = 4, 4, 4

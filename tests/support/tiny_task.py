@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from dppo_megatron.bank import BankWriter
-from dppo_megatron.checks import settings_problems
 from dppo_megatron.config import Config
+from dppo_megatron.run.checks import settings_problems
 from dppo_megatron.types import Prompt, Rollout, RolloutGroup
 from tests.support.actor_cases import QWEN3
 from tests.support.configs import make_config

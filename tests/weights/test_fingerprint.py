@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from dppo_megatron.engines.sglang.plugin.dppo_sglang_plugin import weights_fingerprint
+from dppo_megatron.rollout.engines.sglang.plugin.dppo_sglang_plugin import weights_fingerprint
 from dppo_megatron.weights import fingerprint
 
 NAME = "model.layers.0.self_attn.q_proj.weight"

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from dppo_megatron.engines.protocol import EngineError, EngineInfo, EngineTimeout, EngineUnavailable
-from dppo_megatron.engines.vllm.extension.receiver import WeightReceiver
+from dppo_megatron.rollout.engines.protocol import EngineError, EngineInfo, EngineTimeout, EngineUnavailable
+from dppo_megatron.rollout.engines.vllm.extension.receiver import WeightReceiver
 from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
 from dppo_megatron.weights.delta import DamagedDelta, PrefetchedVersion, Version
 from dppo_megatron.weights.fingerprint import Fingerprint, add

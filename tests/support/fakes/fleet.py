@@ -13,10 +13,16 @@ from unittest.mock import AsyncMock
 import numpy as np
 
 from dppo_megatron.config import Config
-from dppo_megatron.engines.protocol import EngineInfo, EngineRefused, EngineUnavailable, GenerateRequest, InvalidSample
-from dppo_megatron.fleet.pool import EnginePool
-from dppo_megatron.fleet.registry import Service
-from dppo_megatron.fleet.sampling import Sampler
+from dppo_megatron.rollout.engines.protocol import (
+    EngineInfo,
+    EngineRefused,
+    EngineUnavailable,
+    GenerateRequest,
+    InvalidSample,
+)
+from dppo_megatron.rollout.fleet.pool import EnginePool
+from dppo_megatron.rollout.fleet.registry import Service
+from dppo_megatron.rollout.fleet.sampling import Sampler
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.types import Rollout
 from dppo_megatron.weights.published import PublishedFollower, PublishedPolicy

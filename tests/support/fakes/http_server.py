@@ -2,7 +2,7 @@
 
 import asyncio
 
-from dppo_megatron.engines.kinds import build_engine
+from dppo_megatron.rollout.engines.kinds import build_engine
 
 
 def http(status: int, body: bytes) -> bytes:

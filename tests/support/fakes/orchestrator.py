@@ -12,17 +12,17 @@ import numpy as np
 
 from dppo_megatron.bank import BankReader, BankWriter, EarlierSamples
 from dppo_megatron.bank.journal import Journals
-from dppo_megatron.checks import settings_problems
 from dppo_megatron.config import Config
-from dppo_megatron.engines.protocol import GenerateRequest, InvalidSample
-from dppo_megatron.environments.episodes import Episodes
-from dppo_megatron.fleet.pool import FixedEngines
-from dppo_megatron.fleet.registry import forget_all
-from dppo_megatron.fleet.sampling import Sampler
-from dppo_megatron.orchestrator.evaluation import Evaluated, Evaluator
-from dppo_megatron.orchestrator.metrics import StepRecorder
-from dppo_megatron.orchestrator.orchestrator import Orchestrator
-from dppo_megatron.orchestrator.teachers import Teachers
+from dppo_megatron.rollout.engines.protocol import GenerateRequest, InvalidSample
+from dppo_megatron.rollout.environments.episodes import Episodes
+from dppo_megatron.rollout.fleet.pool import FixedEngines
+from dppo_megatron.rollout.fleet.registry import forget_all
+from dppo_megatron.rollout.fleet.sampling import Sampler
+from dppo_megatron.rollout.orchestrator.evaluation import Evaluated, Evaluator
+from dppo_megatron.rollout.orchestrator.metrics import StepRecorder
+from dppo_megatron.rollout.orchestrator.orchestrator import Orchestrator
+from dppo_megatron.rollout.orchestrator.teachers import Teachers
+from dppo_megatron.run.checks import settings_problems
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.types import Prompt, Rollout
 from dppo_megatron.weights.published import PublishedFollower, PublishedPolicy

@@ -4,7 +4,7 @@ import os
 import signal
 
 from dppo_megatron.cli import main
-from dppo_megatron.preflight import task
+from dppo_megatron.run.preflight import task
 
 if __name__ == "__main__":
     task.checked_groups = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import yaml
 
+from dppo_megatron.run.slurm.attempts import AttemptEvent, AttemptLog
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.slurm.attempts import AttemptEvent, AttemptLog
 from tests.support.slurm.lab import Lab, wait_until
 from tests.support.slurm.rewards import GROUPS
 

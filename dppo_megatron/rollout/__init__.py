@@ -1,0 +1,1 @@
+"""From a prompt to a finished group: rewards, environments, engines and the orchestrator."""

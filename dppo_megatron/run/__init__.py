@@ -1,0 +1,1 @@
+"""From a config to processes: checks, plan, local and Slurm launchers."""

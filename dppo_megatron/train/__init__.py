@@ -1,0 +1,1 @@
+"""From a group to new weights: the policy in Megatron-core, the training loop, and publishing."""
