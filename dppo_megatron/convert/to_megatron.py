@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ class ToMegatron:
                     tensor = piece.tensor.to(self._stored_dtype(entry, entry.hf[0].name)).contiguous()
                     if problem := cast_problem(entry, [piece.tensor], [tensor]):
                         not_finite.append(problem)
-                    file.write(self._locations(entry), self._shape(entry), piece.with_tensor(tensor))
+                    file.write(self._locations(entry), self._shape(entry), replace(piece, tensor=tensor))
                     tick()
                 del parts
                 self._weights.release()

@@ -31,8 +31,11 @@ class Operation(Protocol):
     def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[TensorPiece]:
         """Return the blocks of the whole Megatron tensor that rank `rank` of `size` has, with offsets.
 
-        A replicated tensor has no blocks on ranks other than 0. Raises `ValueError` as `to_shard` does.
+        A replicated tensor has no blocks on ranks other than 0. Raises `ValueError` as `to_shard` does. Classes that
+        derive from this one inherit equal row blocks in rank order.
         """
+        shard = self.to_shard(parts, rank, size)
+        return [TensorPiece(shard, rank * shard.shape[0])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +48,6 @@ class TensorPiece:
     tensor: Tensor
     start: int = 0
     dim: int = 0
-
-    def with_tensor(self, tensor: Tensor) -> TensorPiece:
-        """Return a piece at the same offset with another tensor, e.g. after a cast."""
-        return TensorPiece(tensor, self.start, self.dim)
 
 
 def slice_of(tensor: Tensor, dim: int, rank: int, size: int) -> Tensor:
@@ -119,7 +118,7 @@ class GateUp:
 
 
 @dataclass(frozen=True, slots=True)
-class QKV:
+class QKV(Operation):
     """Interleaves queries, keys and values by query group: [q of group 0, k_0, v_0, q of group 1, ...].
 
     Applies to weights `[rows, columns]` and biases `[rows]`. Example: 4 heads in 2 groups have the order q0 q1 k0 v0 q2
@@ -154,10 +153,6 @@ class QKV:
             q = q.reshape(self.num_groups, 2, per_group, self.head_dim, *columns).transpose(1, 2)
         return tuple(part.reshape(-1, *columns) for part in (q, k, v))
 
-    def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[TensorPiece]:
-        shard = self.to_shard(parts, rank, size)
-        return [TensorPiece(shard, rank * shard.shape[0])]
-
     def _interleave(self, parts: Sequence[Tensor], groups: int) -> Tensor:
         q, k, v = parts
         columns = q.shape[1:]
@@ -168,7 +163,7 @@ class QKV:
 
 
 @dataclass(frozen=True, slots=True)
-class ByGroup:
+class ByGroup(Operation):
     """Interleaves sections of HF tensors by head group, so that a rank has all sections of its groups.
 
     `sections` has the row counts of all sections in each HF tensor. Every section is divided into `groups` equal
@@ -194,10 +189,6 @@ class ByGroup:
         blocks = [rows // self.groups for part_rows in self.sections for rows in part_rows]
         split = iter(whole.view(self.groups, -1, *columns).split(blocks, dim=1))
         return tuple(_cat([next(split).reshape(-1, *columns) for _ in part_rows], 0) for part_rows in self.sections)
-
-    def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[TensorPiece]:
-        shard = self.to_shard(parts, rank, size)
-        return [TensorPiece(shard, rank * shard.shape[0])]
 
 
 @dataclass(frozen=True, slots=True)
