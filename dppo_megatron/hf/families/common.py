@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from pydantic import AliasChoices, Field
@@ -54,16 +54,29 @@ class SigmoidExpertsConfig(RawConfig):
         return self.num_nextn_predict_layers
 
     def problems(self, raw: Mapping[str, Any]) -> list[str]:
-        out = [
-            f"{name} = {getattr(self, name)!r}: only {only!r} is supported"
-            for name, only in _ONLY.items()
-            if getattr(self, name) != only
-        ]
+        out = only_problems(self, _ONLY)
         out += [f"{name}: missing" for name in _STATED if raw.get(name) is None]
         out += [missing_null(name) for name in _NULLABLE if name not in raw]
         if (self.n_group or 1) > 1 and not self.topk_group:
             out.append(f"topk_group = {self.topk_group}: n_group = {self.n_group} needs it")
         return out
+
+
+def only_problems(config: RawConfig, only: Mapping[str, Any]) -> list[str]:
+    """List the keys in `only` with another value than the supported value, one line each."""
+    return [
+        f"{name} = {getattr(config, name)!r}: only {value!r} is supported"
+        for name, value in only.items()
+        if getattr(config, name) != value
+    ]
+
+
+def kind_problems(kinds: Sequence[str], layers: int, supported: Collection[str]) -> list[str]:
+    """List the problems of `layer_types`: a wrong number of entries, kinds of layers that are not supported."""
+    out = [] if len(kinds) == layers else [f"layer_types: {len(kinds)} entries for num_hidden_layers = {layers}"]
+    if unknown := sorted(set(kinds) - set(supported)):
+        out.append(f"layer_types: {', '.join(unknown)} not supported; only {', '.join(supported)}")
+    return out
 
 
 def missing_null(name: str) -> str:

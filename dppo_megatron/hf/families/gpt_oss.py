@@ -13,7 +13,7 @@ from dppo_megatron.hf.operations import GateUp, OfExpert, Operation, Replicated,
 from dppo_megatron.hf.raw_config import Experts, Positive, RawConfig, Size
 from dppo_megatron.hf.rules import MegatronLayout, Rule
 
-from .common import all_layers, ends, grouped_query_attention, layer_rule, norm
+from .common import all_layers, ends, grouped_query_attention, kind_problems, layer_rule, norm, only_problems
 from .family import Family
 
 _KINDS = {"sliding_attention": True, "full_attention": False}
@@ -52,13 +52,7 @@ class GptOssConfig(RawConfig):
         )
 
     def problems(self, raw: Mapping[str, Any]) -> list[str]:
-        kinds, layers = self.kinds(), self.num_hidden_layers
-        out = [f"{name} = {getattr(self, name)!r}: only {only!r} is supported" for name, only in _ONLY.items()
-               if getattr(self, name) != only]  # fmt: skip
-        if len(kinds) != layers:
-            out.append(f"layer_types: {len(kinds)} entries for num_hidden_layers = {layers}")
-        if unknown := sorted(set(kinds) - _KINDS.keys()):
-            out.append(f"layer_types: {', '.join(unknown)} not supported; only {', '.join(_KINDS)}")
+        out = only_problems(self, _ONLY) + kind_problems(self.kinds(), self.num_hidden_layers, _KINDS)
         if not (self.rope_scaling or self.rope_parameters):  # transformers then assumes YaRN
             out.append("rope_parameters: missing")
         return out

@@ -12,7 +12,7 @@ from dppo_megatron.hf.operations import ByGroup, Sharded
 from dppo_megatron.hf.raw_config import Experts, FromZero, Heads, RawConfig, Size
 from dppo_megatron.hf.rules import MegatronLayout, Rule
 
-from .common import decoder_rules, grouped_query_attention, layer_rule, norm
+from .common import decoder_rules, grouped_query_attention, kind_problems, layer_rule, norm
 from .family import Family
 
 _KINDS = {"linear_attention": True, "full_attention": False}
@@ -48,11 +48,7 @@ class Qwen35Config(RawConfig):
         )
 
     def problems(self, raw: Mapping[str, Any]) -> list[str]:
-        out, kinds, layers = [], self.kinds(), self.num_hidden_layers
-        if len(kinds) != layers:
-            out.append(f"layer_types: {len(kinds)} entries for num_hidden_layers = {layers}")
-        if unknown := sorted(set(kinds) - _KINDS.keys()):
-            out.append(f"layer_types: {', '.join(unknown)} not supported; only {', '.join(_KINDS)}")
+        out = kind_problems(self.kinds(), self.num_hidden_layers, _KINDS)
         if self.linear_num_value_heads % self.linear_num_key_heads:
             out.append(
                 f"linear_num_value_heads = {self.linear_num_value_heads}: not a multiple of linear_num_key_heads = "
