@@ -9,8 +9,7 @@ from typing import Any
 
 # Weight storage, weight initialization and token ids do not change the model's function.
 _NOT_OF_THE_MODEL = (
-    "initializer_range", "dtype", "bos_token_id", "eos_token_ids", "pad_token_id", "quantization", "source", "raw",
-    "max_position_embeddings", "mtp_layers",
+    "initializer_range", "eos_token_ids", "quantization", "source", "raw", "max_position_embeddings", "mtp_layers",
 )  # fmt: skip
 # Keys in config.json for layers after the model. These layers are neither loaded nor exported.
 MTP_NAMES = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
@@ -107,10 +106,7 @@ class HFModelConfig:
     sinks: SinksConfig | None = None
     mtp_layers: int = 0  # multi-token prediction layers stored after the model; never loaded or exported
     initializer_range: float = 0.02
-    dtype: str | None = None  # "float32" | "bfloat16" | ...: weight dtype, as the file names it
-    bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    pad_token_id: int | None = None
     quantization: Mapping[str, Any] | None = None  # quantization_config, if the weights are quantized
     source: str = "config.json"
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False)

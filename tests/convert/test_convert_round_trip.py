@@ -84,7 +84,7 @@ def test_a_conversion_casts_every_tensor_but_the_score_correction_biases(models,
     for name in before.tensors:
         dtype = torch.float32 if "e_score_correction_bias" in name else torch.bfloat16
         assert torch.equal(after.tensor(name), before.tensor(name).to(dtype)), name
-    assert hf.read_hf_config(tmp_path / "hf").dtype == "bfloat16"
+    assert hf.read_hf_config(tmp_path / "hf").raw["dtype"] == "bfloat16"
 
 
 def test_multi_token_prediction_layers_are_reported_as_left_out(tmp_path, convert):

@@ -98,7 +98,7 @@ def test_dtype_of_a_saved_directory(models, tmp_path):
     hf.load_into([chunk], source, ranks=ranks())
     hf.save_hf([chunk], tmp_path / "half", source, dtype=torch.bfloat16, ranks=ranks())
     before, after = hf.SafetensorsDirectory(source), hf.SafetensorsDirectory(tmp_path / "half")
-    assert hf.read_hf_config(tmp_path / "half").dtype == "bfloat16"
+    assert hf.read_hf_config(tmp_path / "half").raw["dtype"] == "bfloat16"
     for name in before.tensors:
         # Selection of experts must not change with the precision of the rest.
         dtype = torch.float32 if "e_score_correction_bias" in name else torch.bfloat16
