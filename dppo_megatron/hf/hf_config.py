@@ -23,8 +23,8 @@ class MoEConfig:
     top_k: int
     ffn_hidden_size: int  # width of an expert
     layers: tuple[bool, ...]
-    norm_topk_prob: bool  # selected probabilities are rescaled to sum to 1
-    score_function: str  # "softmax" | "sigmoid"
+    norm_topk_prob: bool = True  # selected probabilities are rescaled to sum to 1
+    score_function: str = "softmax"  # or "sigmoid"
     shared_ffn_hidden_size: int = 0  # all shared experts together; 0 = none
     shared_gate: bool = False  # a sigmoid gate per token multiplies the shared experts' output
     expert_bias: bool = False  # correction bias added to the scores for selection only

@@ -47,8 +47,6 @@ class GptOssConfig(RawConfig):
             top_k=self.num_experts_per_tok,
             ffn_hidden_size=self.intermediate_size,
             layers=(True,) * self.num_hidden_layers,
-            norm_topk_prob=True,
-            score_function="softmax",
         )
 
     def problems(self, raw: Mapping[str, Any]) -> list[str]:

@@ -74,8 +74,6 @@ class Qwen35MoeConfig(Qwen35Config):
             top_k=self.num_experts_per_tok,
             ffn_hidden_size=self.moe_intermediate_size,
             layers=(True,) * self.num_hidden_layers,
-            norm_topk_prob=True,
-            score_function="softmax",
             shared_ffn_hidden_size=self.shared_expert_intermediate_size,
             shared_gate=True,
         )

@@ -26,7 +26,6 @@ class Qwen3MoeConfig(RawConfig):
             ffn_hidden_size=self.moe_intermediate_size,
             layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(self.num_hidden_layers)),
             norm_topk_prob=self.norm_topk_prob,
-            score_function="softmax",
         )
 
 
