@@ -93,10 +93,7 @@ def _weights(model_chunks: Sequence[nn.Module], weight_map: WeightMap) -> list[_
     adapters = {adapter.entry.weight: adapter for adapter in adapters_of(model_chunks)}
     weights = []
     for name, weight in named_weights(model_chunks):
-        try:
-            entry = weight_map.entry(name)
-        except KeyError as error:
-            raise ModelError(weight_map.config.source, [str(error.args[0])]) from None
+        entry = weight_map.entry(name)
         if not entry.rule.duplicate:
             weights.append(_Weight(entry, weight, adapters.get(name)))
     return weights

@@ -65,12 +65,13 @@ def load_into(
 
 def _match(weight_map: WeightMap, model_chunks: Sequence[nn.Module]) -> tuple[list[tuple[Entry, Tensor]], list[str]]:
     """Match local weights with their entries; also return the mismatches on both sides."""
-    weights, problems, filled = [], [], set()
+    problems: list[str] = []
+    weights, filled = [], set()
     for name, weight in named_weights(model_chunks):
         try:
             entry = weight_map.entry(name)
-        except KeyError as error:
-            problems.append(str(error.args[0]))
+        except ModelError as error:
+            problems += error.problems
             continue
         weights.append((entry, weight))
         filled |= {t.name for t in entry.hf}

@@ -42,13 +42,13 @@ class WeightMap:
         self._ignored = re.compile("|".join((_ROTARY_BUFFERS, *mtp_patterns, *[r"mtp\..*"] * bool(config.mtp_layers))))
 
     def entry(self, megatron_name: str) -> Entry:
-        """Return a parameter's entry. Raises `KeyError` with the family name if the entry does not exist."""
+        """Return a parameter's entry. Raises `ModelError` with the family name if the entry does not exist."""
         layer, template = _extract(_LAYER, megatron_name, "{layer}")
         expert, template = _extract(_EXPERT, template, "{expert}")
         for rule in self._by_name.get(template, ()):
             if _applies(rule, layer, expert):
                 return _instance(rule, megatron_name, layer, expert)
-        raise KeyError(f"{megatron_name}: no HF counterpart in family {self.config.family}")
+        raise ModelError(self.config.source, [f"{megatron_name}: no HF counterpart in family {self.config.family}"])
 
     def entries(self) -> Iterator[Entry]:
         """Yield every entry once, under the local spec's name: embedding, layers in order, final norm, head."""

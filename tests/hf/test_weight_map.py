@@ -94,7 +94,7 @@ def test_dense_and_expert_layers_have_their_own_parameters(family):
         "decoder.layers.4.input_layernorm.weight",
         "decoder.layers.1.mlp.experts.local_experts.0.linear_fc3.weight",
     ):
-        with pytest.raises(KeyError, match=family):
+        with pytest.raises(hf.ModelError, match=family):
             weight_map.entry(absent)
 
 
