@@ -35,7 +35,7 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     block gets scale 1. Raises `ValueError` for values that are not finite.
     """
     rows, columns = weight.shape
-    scales = torch.empty(_blocks(rows, BLOCK), _blocks(columns, BLOCK), device=weight.device)
+    scales = torch.empty(_grid((rows, columns), (BLOCK, BLOCK)), device=weight.device)
     out = torch.empty(rows, columns, dtype=E4M3, device=weight.device)
     bands = zip(weight.split(BLOCK), out.split(BLOCK), scales, strict=True)  # by band, for small fp32 copies
     for band, band_out, band_scales in bands:
@@ -182,8 +182,5 @@ def _block_size(config: HFModelConfig) -> tuple[int, int]:
 
 
 def _grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
-    return tuple(_blocks(size, edge) for size, edge in zip(shape, block, strict=True))
-
-
-def _blocks(size: int, edge: int) -> int:
-    return -(-size // edge)
+    """Return how many blocks cover a tensor along each dimension."""
+    return tuple(-(-size // edge) for size, edge in zip(shape, block, strict=True))

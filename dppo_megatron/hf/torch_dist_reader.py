@@ -96,8 +96,7 @@ class TorchDistWeights:
                 problems.append(f"{entry.megatron}: missing")
                 continue
             stored = self._stored[at.key]
-            if tuple(stored.size[: len(at.stacked)]) != at.stacked:
-                stack_shape = tuple(stored.size[: len(at.stacked)])
+            if (stack_shape := tuple(stored.size[: len(at.stacked)])) != at.stacked:
                 problems.append(f"{at.key}: stacks {stack_shape}, config.json has {at.stacked} layers or experts")
                 continue
             self._at[entry.megatron] = at
