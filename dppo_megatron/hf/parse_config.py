@@ -66,8 +66,6 @@ def read_hf_config(directory: str | Path) -> HFModelConfig:
 
 def parse_hf_config(raw: Mapping[str, Any], source: str = "config.json") -> HFModelConfig:
     """Return the typed content of a parsed `config.json`. Raises `ModelError` as `read_hf_config` does."""
-    if not isinstance(raw, Mapping):
-        raise ModelError(source, [f"the top level must be an object, found {type(raw).__name__}"])
     family = _family(raw, source)
     problems: list[str] = []
     fields = read_fields(family.raw, raw, problems)

@@ -45,7 +45,7 @@ def read_text_config(directory: Path) -> HFModelConfig | None:
         raw = read_foreign_json(directory / "config.json")
     except (OSError, ValueError):
         return None
-    text = text_config(raw) if isinstance(raw, Mapping) else None
+    text = text_config(raw)
     return None if text is None else parse_hf_config(text, f"text_config of {directory / 'config.json'}")
 
 
