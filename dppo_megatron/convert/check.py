@@ -11,7 +11,7 @@ from typing import Any
 from dppo_megatron.common.files import read_foreign_json
 from dppo_megatron.errors import bounded, shown
 from dppo_megatron.hf import FAMILIES, Family, HFModelConfig, ModelError, WeightMap, parse_hf_config, read_hf_config
-from dppo_megatron.hf.parse_config import keys_read
+from dppo_megatron.hf.parse_config import family_of, keys_read
 from dppo_megatron.hf.text_model import text_config
 from dppo_megatron.hf.weight_source import header_problems, open_weights
 
@@ -78,10 +78,8 @@ def check(directory: Path) -> Support:
 
 
 def _unsupported(raw: Mapping[str, Any], problems: tuple[str, ...]) -> Support:
-    families = {family.architecture: family for family in FAMILIES.values()}
-    architectures = raw.get("architectures")
-    if isinstance(architectures, list) and len(architectures) == 1 and architectures[0] in families:
-        return Support(families[architectures[0]].name, (), problems, _unread(raw, families[architectures[0]]))
+    if (family := family_of(raw)) is not None:
+        return Support(family.name, (), problems, _unread(raw, family))
     modality_problems = [
         f"{name}: only text is supported" for name in raw if name.endswith(("vision_config", "audio_config"))
     ]

@@ -123,17 +123,21 @@ def keys_read(family: Family) -> frozenset[str]:
     return frozenset((*family.raw.model_fields, *choices, *_ONLY))
 
 
+def family_of(raw: Mapping[str, Any]) -> Family | None:
+    """Return the family of a config.json, or None if it does not name exactly one supported architecture."""
+    return next((family for family in FAMILIES.values() if raw.get("architectures") == [family.architecture]), None)
+
+
 def _family(raw: Mapping[str, Any], source: str) -> Family:
+    if (family := family_of(raw)) is not None:
+        return family
     architectures = raw.get("architectures") or []
-    families = {family.architecture: family for family in FAMILIES.values()}
-    if isinstance(architectures, list) and len(architectures) == 1 and architectures[0] in families:
-        return families[architectures[0]]
     problem = f"architectures = {shown(architectures)}: not supported" if architectures else "architectures: missing"
     if any(architectures == [family.wrapper] for family in FAMILIES.values()):
-        raise ModelError(
-            source, [f"{problem}; `dppo-megatron convert hf-to-hf SRC DST` writes its supported text model"]
-        )
-    raise ModelError(source, [f"{problem}; supported: {', '.join(families)}"])
+        remedy = "`dppo-megatron convert hf-to-hf SRC DST` writes its supported text model"
+    else:
+        remedy = f"supported: {', '.join(family.architecture for family in FAMILIES.values())}"
+    raise ModelError(source, [f"{problem}; {remedy}"])
 
 
 def _size_problems(fields: RawConfig, family: Family, config: HFModelConfig) -> list[str]:
