@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -74,21 +75,17 @@ class Child:
             self._process.poll()
             time.sleep(0.02)
         for process in {*members, *self._session()}:
-            try:
+            with suppress(psutil.NoSuchProcess):
                 process.kill()
-            except psutil.NoSuchProcess:
-                continue
         self._process.wait()
 
     def _session(self) -> set[psutil.Process]:
         """Return every process in the child's session, including orphans."""
         members = set()
         for process in psutil.process_iter():
-            try:
+            with suppress(ProcessLookupError, PermissionError):
                 if os.getsid(process.pid) == self._process.pid:
                     members.add(process)
-            except (ProcessLookupError, PermissionError):
-                continue
         return members
 
 
