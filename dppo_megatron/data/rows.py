@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -148,14 +148,8 @@ def shorten_list(names: Iterable[str], longest: int = 120) -> str:
 def _is_deep(value: Any) -> bool:
     level = [value]
     for _ in range(_DEEPEST):
-        level = [
-            part
-            for whole in level
-            if isinstance(whole, (dict, list))
-            for part in (whole.values() if isinstance(whole, dict) else whole)
-        ]
-        if not level:
-            return False
+        wholes = [part for part in level if isinstance(part, (dict, list))]
+        level = list(chain.from_iterable(whole.values() if isinstance(whole, dict) else whole for whole in wholes))
     return any(isinstance(part, (dict, list)) for part in level)
 
 
