@@ -188,23 +188,18 @@ class Ledger:
         self.ended = True
 
     def _record(self, line: bytes) -> None:
-        record = RECORD.match(line)
-        if record is None:
+        record, place = RECORD.match(line), PLACE.match(line)
+        if record is None or (place is None and line.startswith(GROUP_START)):
             self.refuse("not readable")
-        is_group, size = line.startswith(GROUP_START), 0
-        if is_group:
-            place = PLACE.match(line)
-            if place is None:
-                self.refuse("not readable")
-            offset, size = int(place[1]), int(place[2])
-            if offset != self.data_size:
-                self.refuse(f"its blob begins at byte {offset}, the one before ends at {self.data_size}")
+        if place is not None and int(place[1]) != self.data_size:
+            self.refuse(f"its blob begins at byte {int(place[1])}, the one before ends at {self.data_size}")
         if not self.positions.add(int(record[2])):
             self.refuse(f"prompt position {int(record[2])} is in the bank already")
-        self.data_size += size
-        self.groups += is_group
-        self.dropped += not is_group
-        if is_group:
+        if place is None:
+            self.dropped += 1
+        else:
+            self.data_size += int(place[2])
+            self.groups += 1
             self.line_numbers.append(self.lines + 1)
             self.offsets.append(self.index_size)
             self.sizes.append(len(line))
