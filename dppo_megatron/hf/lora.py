@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .megatron_model import unwrap
-from .operations import Operation, Replicated, Sharded, TensorPiece, Vocabulary
+from .operations import Operation, Replicated, Sharded, TensorPiece
 from .rules import Entry, HFTensor
 from .weight_map import WeightMap
 
@@ -111,13 +111,8 @@ def is_linear(entry: Entry) -> bool:
     """Return whether the weight's layer may have an adapter: a linear layer, but no router, embedding or head."""
     tensor = entry.hf[0]
     router = tensor.name.endswith((".mlp.gate.weight", ".mlp.router.weight", ".shared_expert_gate.weight"))
-    return (
-        len(tensor.shape) == 2
-        and tensor.name.endswith(_WEIGHT)
-        and not isinstance(entry.op, Vocabulary)
-        and not router
-        and entry.layer is not None
-    )
+    is_matrix = len(tensor.shape) == 2 and tensor.name.endswith(_WEIGHT)
+    return entry.layer is not None and is_matrix and not router  # embedding and head are in no layer
 
 
 def target_problems(weight_map: WeightMap, targets: Sequence[str]) -> list[str]:
