@@ -124,12 +124,8 @@ def spans_of(group: RolloutGroup, i: int) -> Iterator[tuple[int, int, np.ndarray
         if tokens:
             end += tokens
             ids = whole[end - tokens : end]
-            yield (
-                origin,
-                number,
-                whole[:end],
-                Rollout.from_columns(columns, token_ids=ids, finish_reason=rollout.finish_reason),
-            )
+            span = Rollout.from_columns(columns, token_ids=ids, finish_reason=rollout.finish_reason)
+            yield origin, number, whole[:end], span
 
 
 def _contradictions(turn: Rollout) -> Iterator[str]:

@@ -61,12 +61,8 @@ class ObjectiveConfig(Section):
         wrong = {axis: reason for axis, value in settings.items() if (reason := axis_problem(axis, value))}
         if name is not None:
             bounds = " and ".join(bounds_of(PRESETS[name].settings))
-            reason = (
-                f"objective {name} has {bounds} instead"
-                if bounds
-                else f"objective {name} has no trust region; remove it"
-            )
-            wrong |= dict.fromkeys(wrong.keys() & OTHER_BOUNDS, reason)
+            instead = f"{bounds} instead" if bounds else "no trust region; remove it"
+            wrong |= dict.fromkeys(wrong.keys() & OTHER_BOUNDS, f"objective {name} has {instead}")
         if wrong:
             raise ValidationError.from_exception_data(
                 "objective.settings",

@@ -113,9 +113,8 @@ def _misnamed(file: Path) -> str | None:
         head = opened.read(64).lstrip()
     for start, (content, suffix) in _FORMATS.items():
         if head.startswith(start) and file.suffix != suffix and (suffix != ".jsonl" or file.suffix in _TABLES):
-            return f"its content is {content}; " + (
-                f"rename it to {suffix}" if suffix else "unpack it, and name the result"
-            )
+            remedy = f"rename it to {suffix}" if suffix else "unpack it, and name the result"
+            return f"its content is {content}; {remedy}"
     return None
 
 

@@ -39,11 +39,9 @@ class ModelFlops(NamedTuple):
     def from_config(cls, config: HFModelConfig, lora: LoraConfig) -> ModelFlops:
         weights = WeightMap(config).hf_tensors().items()
         widths = config.head_dim + (config.head_dim if config.mla is None else config.mla.v_head_dim)
+        matrices = {name: shape for name, shape in weights if ".layers." in name and _is_matrix(name, shape)}
         return cls(
-            _matrix_flops(
-                {name: shape for name, shape in weights if ".layers." in name and _is_matrix(name, shape)}, config
-            )
-            + _state_flops(config),
+            _matrix_flops(matrices, config) + _state_flops(config),
             2 * len(config.attention_layers) * config.num_heads * widths,
             2 * config.hidden_size * config.vocab_size,
             _matrix_flops(adapter_shapes(config, lora), config) if lora.r else 0,
