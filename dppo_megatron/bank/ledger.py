@@ -10,6 +10,8 @@ from typing import NoReturn
 
 from pydantic_core import from_json
 
+from dppo_megatron.common.files import file_size
+
 from .errors import RESTORE, BankCorruption, BankError
 from .files import FORMAT, HEAD_NAME, Head, segment_files
 from .lines import BEGIN_START, END_START, GROUP_START, PLACE, RECORD, is_sealed
@@ -209,10 +211,3 @@ class Ledger:
     def refuse(self, reason: str) -> NoReturn:
         """Raise `BankCorruption` that names the next line."""
         raise BankCorruption(f"{self.index_path}: line {self.lines + 1}: {reason}; {RESTORE}")
-
-
-def file_size(path: str | Path) -> int | None:
-    try:
-        return os.stat(path).st_size
-    except FileNotFoundError:
-        return None

@@ -14,9 +14,11 @@ import zlib
 from pathlib import Path
 from typing import BinaryIO
 
+from dppo_megatron.common.files import file_size
+
 from .errors import RESTORE, BankCorruption
 from .files import Closed, Head, read_up_to, segment_files, segment_numbers, split_lines
-from .ledger import Ledger, file_size
+from .ledger import Ledger
 from .lines import GROUP_START, starts_with_sealed, stored_entry
 
 HEADER_LIMIT = 100_000_000  # bytes, of safetensors

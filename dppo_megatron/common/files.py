@@ -236,6 +236,14 @@ def read_regular(path: Path, limit_bytes: int = _MOST_BYTES) -> bytes:
     return content
 
 
+def file_size(path: str | Path) -> int | None:
+    """Return a file's bytes, None without a file."""
+    try:
+        return os.stat(path).st_size
+    except FileNotFoundError:
+        return None
+
+
 def sync(path: Path) -> None:
     """Flush a file's bytes, or the names in a directory, to the device."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -34,7 +34,7 @@ from typing import Any, Protocol
 import psutil
 
 from dppo_megatron.common.file_lock import FileLock, LockHeld
-from dppo_megatron.common.files import output, write_json
+from dppo_megatron.common.files import file_size, output, write_json
 from dppo_megatron.common.retry import wait_until
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.hf import HFModelConfig, ModelError
@@ -209,14 +209,7 @@ def _receipt(staging: Path, shard: str) -> dict[str, Any] | None:
 def _bytes_written(staging: Path, shards: list[str]) -> int:
     """Return the bytes that all processes have written so far."""
     partial_files = (staging / _NOTES).glob(f"{_WRITING}*/*")
-    return sum(_size(path) for path in (*(staging / shard for shard in shards), *partial_files))
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
+    return sum(file_size(path) or 0 for path in (*(staging / shard for shard in shards), *partial_files))
 
 
 def _wait_for_job(staging: Path, conversion: Conversion) -> None:
