@@ -222,7 +222,3 @@ def layer_rule(
         experts=experts,
         keep_dtype=keep_dtype,
     )
-
-
-def all_layers(config: HFModelConfig) -> tuple[int, ...]:
-    return tuple(range(config.num_layers))

@@ -13,7 +13,7 @@ from dppo_megatron.hf.operations import Operation, Replicated, Sharded
 from dppo_megatron.hf.raw_config import Size
 from dppo_megatron.hf.rules import MegatronLayout, Rule
 
-from .common import SigmoidExpertsConfig, all_layers, decoder_rules, layer_rule, missing_null, norm
+from .common import SigmoidExpertsConfig, decoder_rules, layer_rule, missing_null, norm
 from .family import Family
 
 
@@ -40,7 +40,7 @@ def rules(config: HFModelConfig, layout: MegatronLayout) -> tuple[Rule, ...]:
 
 def latent_attention(config: HFModelConfig, mla: MLAConfig, layout: MegatronLayout) -> tuple[Rule, ...]:
     """Return the rules for multi-head latent attention. Both sides have contiguous heads, so no rule reorders rows."""
-    layers, hidden, heads = all_layers(config), config.hidden_size, config.num_heads
+    layers, hidden, heads = config.attention_layers, config.hidden_size, config.num_heads
     by_head = Sharded(0)
     down = Sharded(0) if layout.shard_mla_down else Replicated()
     head_out = mla.qk_nope_head_dim + mla.v_head_dim

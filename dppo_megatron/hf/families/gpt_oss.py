@@ -13,7 +13,7 @@ from dppo_megatron.hf.operations import GateUp, OfExpert, Operation, Replicated,
 from dppo_megatron.hf.raw_config import Experts, Positive, RawConfig, Size
 from dppo_megatron.hf.rules import MegatronLayout, Rule
 
-from .common import all_layers, ends, grouped_query_attention, kind_problems, layer_rule, norm, only_problems
+from .common import ends, grouped_query_attention, kind_problems, layer_rule, norm, only_problems
 from .family import Family
 
 _KINDS = {"sliding_attention": True, "full_attention": False}
@@ -58,7 +58,7 @@ class GptOssConfig(RawConfig):
 
 def rules(config: HFModelConfig, layout: MegatronLayout) -> tuple[Rule, ...]:
     assert config.moe is not None  # GptOssConfig always returns it
-    layers, hidden, experts = all_layers(config), config.hidden_size, config.moe.num_experts
+    layers, hidden, experts = config.attention_layers, config.hidden_size, config.moe.num_experts
     ffn = config.moe.ffn_hidden_size
 
     def one(megatron: str, hf: str, shape: tuple[int, ...], op: Operation) -> Rule:
