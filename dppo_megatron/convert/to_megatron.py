@@ -72,9 +72,12 @@ class ToMegatron:
         """Write a rank's file. Raises `ModelError` naming every tensor in the file that overflows or is not finite."""
         not_finite = []
         with TorchDistFile(path) as file:
-            for entry, (rank, size) in self._shards_on(self._ranks[index]):
+            for entry in self._map.entries():
+                shard = self._ranks[index].shard_of(entry, self.config)
+                if shard is None:
+                    continue
                 parts = [self._weights.tensor(t.name) for t in entry.hf]
-                for piece in entry.op.pieces(parts, rank, size):
+                for piece in entry.op.pieces(parts, *shard):
                     tensor = piece.tensor.to(self._stored_dtype(entry, entry.hf[0].name)).contiguous()
                     if problem := cast_problem(entry, [piece.tensor], [tensor]):
                         not_finite.append(problem)
@@ -115,12 +118,6 @@ class ToMegatron:
         """Return the whole Megatron tensor's shape, for one layer and expert."""
         parts = {t.name: torch.empty(t.shape, device="meta") for t in entry.hf}
         return tuple(self._map.to_megatron(entry, parts).shape)
-
-    def _shards_on(self, source: SourceRank) -> Iterator[tuple[Entry, tuple[int, int]]]:
-        """Yield each entry with a shard in the file of `source`, together with (shard index, shard count)."""
-        for entry in self._map.entries():
-            if (shard := source.shard_of(entry, self.config)) is not None:
-                yield entry, shard
 
     def _writes(self, entry: Entry, source: SourceRank) -> bool:
         shard = source.shard_of(entry, self.config)

@@ -162,9 +162,8 @@ def refuse_incomplete(directory: str | Path, parts: Iterable[Part], expected: It
         raise ModelError(str(directory), sorted(problems))
 
 
-def assemble(staging: Path, parts: Iterable[Part]) -> None:
+def assemble(staging: Path, parts: Sequence[Part]) -> None:
     """Rename the parts to their final names, and write the index unless there is a single file."""
-    parts = list(parts)
     names = shard_names(len(parts))
     for part, name in zip(parts, names, strict=True):
         (staging / part.file).rename(staging / name)

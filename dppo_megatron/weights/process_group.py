@@ -220,8 +220,7 @@ def nccl_problem(trainer: str, trainer_cumem: str, engine: str, engine_cumem: st
     if trainer and (trainer_cumem == "0") != (engine_cumem == "0"):
         return (
             f"NCCL_CUMEM_ENABLE is {trainer_cumem or 'not set'} for the trainer, {engine_cumem or 'not set'} for the "
-            "engine, and a broadcast needs the same value: export one for both (SGLang sets 0), "
-            f"{remedy}"
+            f"engine, and a broadcast needs the same value: export one for both (SGLang sets 0), {remedy}"
         )
     return None
 
