@@ -29,9 +29,7 @@ class TeacherConfig(Section):
 
 class DistillationConfig(Section):
     topk: Count = setting(20, "K most likely tokens that a teacher returns for each sampled token", le=2**16)
-    teachers: dict[TeacherName, TeacherConfig] = Field(
-        default_factory=dict, description="teachers by name, for objective.settings.distillation"
-    )
+    teachers: dict[TeacherName, TeacherConfig] = setting({}, "teachers by name, for objective.settings.distillation")
     request_timeout_s: Seconds = setting(600.0, "a request without an answer for this long is sent again")
     unavailable_timeout_s: Seconds = setting(900.0, "a group that is not scored by then ends the run; resume it")
 

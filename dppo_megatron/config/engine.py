@@ -85,7 +85,7 @@ class EngineConfig(Section):
     )
     draft_batch: Count = setting(8, "draft_tokens: drafts are made while at most this many sequences run on an engine")
     extra_args: tuple[str, ...] = setting((), "appended to the server's command line")
-    env: dict[EnvironmentName, str] = Field(default_factory=dict, description="environment variables of the server")
+    env: dict[EnvironmentName, str] = setting({}, "environment variables of the server")
     start_timeout_s: Seconds = setting(600.0, "an engine that does not answer by then has failed")
     request_timeout_s: Seconds | None = setting(
         None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field, JsonValue, ValidationError, ValidationInfo, field_validator
+from pydantic import JsonValue, ValidationError, ValidationInfo, field_validator
 
 from dppo_megatron.errors import with_module
 from dppo_megatron.objectives import PRESETS, ObjectiveError
@@ -20,28 +20,25 @@ from dppo_megatron.objectives.settings import (
     override,
 )
 
-from .section import Count, Float, Section, refusal
+from .section import Count, Float, Section, refusal, setting
 
 
 class ObjectiveConfig(Section):
-    name: str = Field("dppo_binary_tv", description="preset, or package.module:attribute")
-    settings: dict[str, JsonValue] = Field(
-        default_factory=dict,
-        description="axes of the preset to replace, e.g. delta: 0.2; `dppo-megatron objectives NAME` lists them. A "
-        "custom objective defines its own",
+    name: str = setting("dppo_binary_tv", "preset, or package.module:attribute")
+    settings: dict[str, JsonValue] = setting(
+        {},
+        "axes of the preset to replace, e.g. delta: 0.2; `dppo-megatron objectives NAME` lists them. A custom "
+        "objective defines its own",
     )
-    advantage: AdvantageKind = Field("group_mean", description="how rewards become advantages, see docs/objectives.md")
-    credit: CreditKind = Field(
-        "trajectory",
-        description="compare rewards of trajectories, or of each turn and the turns after it",
+    advantage: AdvantageKind = setting("group_mean", "how rewards become advantages, see docs/objectives.md")
+    credit: CreditKind = setting(
+        "trajectory", "compare rewards of trajectories, or of each turn and the turns after it"
     )
-    discount: Float = Field(1.0, gt=0, le=1, description="credit = turn: weight of a reward for the previous turn")
-    aggregation: AggregationKind = Field("seq_mean_token_sum_norm", description="how the losses of tokens are averaged")
-    horizon: Count | None = Field(
-        None, description="divisor of seq_mean_token_sum_norm; default: rollout.max_response_tokens"
-    )
-    overlong_filter: bool = Field(
-        False, description="truncated responses carry no loss (DAPO); their rewards stay in the baseline"
+    discount: Float = setting(1.0, "credit = turn: weight of a reward for the previous turn", gt=0, le=1)
+    aggregation: AggregationKind = setting("seq_mean_token_sum_norm", "how the losses of tokens are averaged")
+    horizon: Count | None = setting(None, "divisor of seq_mean_token_sum_norm; default: rollout.max_response_tokens")
+    overlong_filter: bool = setting(
+        False, "truncated responses carry no loss (DAPO); their rewards stay in the baseline"
     )
 
     @field_validator("name")

@@ -47,7 +47,7 @@ class RewardTerm(Section):
 
     name: str = Field(description="as reward.name")
     weight: Float = setting(1.0, "factor of the reward in the sum", ge=-1e6, le=1e6)
-    settings: dict[str, JsonValue] = Field(default_factory=dict, description="as reward.settings")
+    settings: dict[str, JsonValue] = setting({}, "as reward.settings")
     sources: tuple[str, ...] = setting((), "only for rows of these data sources; empty = all rows")
 
 
@@ -56,9 +56,7 @@ class RewardConfig(Section):
         "arithmetic",
         "arithmetic | gsm8k | dapo | exact | http | math | multiple_choice | regex | package.module:function",
     )
-    settings: dict[str, JsonValue] = Field(
-        default_factory=dict, description="arguments of the grader, class or function, see docs/rewards.md"
-    )
+    settings: dict[str, JsonValue] = setting({}, "arguments of the grader, class or function, see docs/rewards.md")
     terms: tuple[RewardTerm, ...] = setting(
         (), "several rewards instead of name: weighted sum of those for a row's source"
     )
@@ -83,9 +81,7 @@ class EnvironmentConfig(Section):
         "HTTP, like a client of OpenAI or Anthropic",
     )
     host: Host = setting("127.0.0.1", "address of this machine at which agents reach the policy")
-    settings: dict[str, JsonValue] = Field(
-        default_factory=dict, description="arguments of the class, or further ones of the agent"
-    )
+    settings: dict[str, JsonValue] = setting({}, "arguments of the class, or further ones of the agent")
     max_turns: Count = setting(8, "turns of the policy; a longer trajectory ends there (max_turns)")
     max_turn_tokens: Count | None = setting(None, "limit of one turn; default: the rest of rollout.max_response_tokens")
     timeout_s: Seconds = setting(
@@ -134,6 +130,4 @@ class EvalConfig(Section):
     every: CountFromZero = setting(0, "steps between evaluations; 0 = only before and after")
     max_response_tokens: Count | None = setting(None, "longest answer; default: rollout.max_response_tokens")
     pass_reward: Float = setting(1.0, "data.eval: smallest reward of a right answer", ge=-1e6, le=1e6)
-    sets: dict[SetName, EvalSet] = Field(
-        default_factory=dict, description="named sets, in addition to data.eval, which is answered once, greedily"
-    )
+    sets: dict[SetName, EvalSet] = setting({}, "named sets, in addition to data.eval, which is answered once, greedily")
