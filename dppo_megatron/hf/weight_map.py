@@ -46,7 +46,8 @@ class WeightMap:
         layer, template = _extract(_LAYER, megatron_name, "{layer}")
         expert, template = _extract(_EXPERT, template, "{expert}")
         for rule in self._by_name.get(template, ()):
-            if _applies(rule, layer, expert):
+            in_layer = rule.layers is None or layer in rule.layers
+            if in_layer and (expert is None or expert < rule.experts):
                 return _instance(rule, megatron_name, layer, expert)
         raise ModelError(self.config.source, [f"{megatron_name}: no HF counterpart in family {self.config.family}"])
 
@@ -120,12 +121,6 @@ def _extract(pattern: re.Pattern[str], name: str, field: str) -> tuple[int | Non
     if match is None:
         return None, name
     return int(match.group()), name[: match.start()] + field + name[match.end() :]
-
-
-def _applies(rule: Rule, layer: int | None, expert: int | None) -> bool:
-    if rule.layers is None:
-        return layer is None
-    return layer in rule.layers and (expert is None or expert < rule.experts)
 
 
 def _instance(rule: Rule, megatron: str, layer: int | None, expert: int | None) -> Entry:
