@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -12,7 +12,7 @@ from .errors import ModelError
 from .hf_config import HFModelConfig
 from .megatron_model import ParallelRanks, has_ends, infer_layout, local_layers, named_weights
 from .parse_config import read_hf_config
-from .rules import Entry
+from .rules import Entry, HFTensor
 from .torch_dist_place import model_directory
 from .transformer_fields import disagreements
 from .weight_map import WeightMap
@@ -43,21 +43,21 @@ def load_into(
     config = config or read_hf_config(model_directory(hf_dir))
     ranks = ranks or ParallelRanks.current()
     weight_map = WeightMap(config, infer_layout(model_chunks, config, ranks))
-    source = source or open_weights(hf_dir, config)
+    stored = source or open_weights(hf_dir, config)
     weights, problems = _match(weight_map, model_chunks)
     problems += disagreements(model_chunks, config)
     problems += [p for entry, weight in weights if (p := _shape_problem(weight_map, entry, weight, ranks))]
-    problems += source_problems(weight_map, source)
+    problems += source_problems(weight_map, stored)
     if problems:
         raise ModelError(str(hf_dir), problems)
     not_finite = []
     for entry, weight in weights:
-        shard = _shard(weight_map, source, entry, ranks)
+        shard = _shard(weight_map, entry, ranks, lambda tensor: stored.tensor(tensor.name))
         weight.copy_(shard)
         if problem := cast_problem(entry, [shard], [weight]):
             not_finite.append(problem)
         del shard
-        source.release()
+        stored.release()
     if not_finite:
         raise ModelError(str(hf_dir), not_finite)
     return weight_map
@@ -95,10 +95,8 @@ def _expected(weight_map: WeightMap, model_chunks: Sequence[nn.Module]) -> list[
 
 def _shape_problem(weight_map: WeightMap, entry: Entry, weight: Tensor, ranks: ParallelRanks) -> str | None:
     """Compare shapes on meta tensors, without reading."""
-    group = ranks.expert_tensor if entry.is_expert else ranks.tensor
-    parts = {t.name: torch.empty(t.shape, device="meta") for t in entry.hf}
     try:
-        shape = tuple(weight_map.to_megatron(entry, parts, group.rank, group.size).shape)
+        shape = tuple(_shard(weight_map, entry, ranks, lambda tensor: torch.empty(tensor.shape, device="meta")).shape)
     except ModelError as error:
         return f"{entry.megatron}: {error.problems[0]}"
     if shape == tuple(weight.shape):
@@ -106,7 +104,7 @@ def _shape_problem(weight_map: WeightMap, entry: Entry, weight: Tensor, ranks: P
     return f"{entry.megatron}: shape {tuple(weight.shape)} in the Megatron model, {shape} by config.json"
 
 
-def _shard(weight_map: WeightMap, source: WeightSource, entry: Entry, ranks: ParallelRanks) -> Tensor:
+def _shard(weight_map: WeightMap, entry: Entry, ranks: ParallelRanks, load: Callable[[HFTensor], Tensor]) -> Tensor:
+    """Return this rank's shard of the tensors that `load` returns."""
     group = ranks.expert_tensor if entry.is_expert else ranks.tensor
-    parts = {t.name: source.tensor(t.name) for t in entry.hf}
-    return weight_map.to_megatron(entry, parts, group.rank, group.size)
+    return weight_map.to_megatron(entry, {t.name: load(t) for t in entry.hf}, group.rank, group.size)
