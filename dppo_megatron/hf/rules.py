@@ -52,10 +52,6 @@ class Rule:
     duplicate: bool = False  # copies a tensor that another rule exports: the tied head on the last stage
     keep_dtype: bool = False  # never cast on export
 
-    @property
-    def is_expert(self) -> bool:
-        return self.experts > 0
-
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -80,4 +76,4 @@ class Entry:
     @property
     def is_expert(self) -> bool:
         """Return whether the expert-tensor-parallel group shards this parameter instead of the tensor-parallel one."""
-        return self.rule.is_expert
+        return self.rule.experts > 0

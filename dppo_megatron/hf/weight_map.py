@@ -69,7 +69,7 @@ class WeightMap:
         for rule in self._rules:
             if rule.layers is None or layer not in rule.layers:
                 continue
-            indices = [None] if not rule.is_expert else range(rule.experts) if experts is None else experts
+            indices = [None] if not rule.experts else range(rule.experts) if experts is None else experts
             for expert in indices:
                 yield _instance(rule, rule.megatron[0].format(layer=layer, expert=expert), layer, expert)
 
