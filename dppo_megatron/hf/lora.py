@@ -39,13 +39,12 @@ class Stacked(Replicated):
 
 
 @dataclass(frozen=True, slots=True)
-class PartlyStored:
+class PartlyStored(Operation):
     """Stores only the parts `indices` of `op`, for B if only some fused layers are targets. Other parts are 0."""
 
     op: Operation
     rows: tuple[int, ...]  # row count of every part, stored or not
     indices: tuple[int, ...]
-    replicated = False
 
     def to_shard(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
         return self.op.to_shard(self._with_zeros(parts), rank, size)

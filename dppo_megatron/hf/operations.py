@@ -16,11 +16,15 @@ from torch import Tensor
 
 
 class Operation(Protocol):
-    """Converts between HF parts and Megatron shards. No collectives; keeps dtype and device."""
+    """Converts between HF parts and Megatron shards. No collectives; keeps dtype and device.
+
+    A class that derives from this one shards the tensor, by default into equal row blocks in rank order.
+    """
 
     @property
     def replicated(self) -> bool:
         """Return whether every tensor-parallel rank has the whole tensor."""
+        return False
 
     def to_shard(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
         """Return the shard for rank `rank` of `size`. Raises `ValueError` if sizes do not divide."""
@@ -31,8 +35,7 @@ class Operation(Protocol):
     def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[TensorPiece]:
         """Return the blocks of the whole Megatron tensor that rank `rank` of `size` has, with offsets.
 
-        A replicated tensor has no blocks on ranks other than 0. Raises `ValueError` as `to_shard` does. Classes that
-        derive from this one inherit equal row blocks in rank order.
+        A replicated tensor has no blocks on ranks other than 0. Raises `ValueError` as `to_shard` does.
         """
         shard = self.to_shard(parts, rank, size)
         return [TensorPiece(shard, rank * shard.shape[0])]
@@ -75,11 +78,10 @@ class Replicated:
 
 
 @dataclass(frozen=True, slots=True)
-class Sharded:
+class Sharded(Operation):
     """Shards an HF tensor along `dim`: 0 = column-parallel (outputs), 1 = row-parallel (inputs)."""
 
     dim: int
-    replicated = False
 
     def to_shard(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
         return slice_of(parts[0], self.dim, rank, size)
@@ -93,15 +95,13 @@ class Sharded:
 
 
 @dataclass(frozen=True, slots=True)
-class GateUp:
+class GateUp(Operation):
     """Concatenates SwiGLU's gate and up projections.
 
     Both are sharded first, so rank r has [gate_r; up_r] and splits the output without communication.
 
     Example: with gate rows g0 to g3 and up rows u0 to u3, the second of 2 ranks has g2 g3 u2 u3.
     """
-
-    replicated = False
 
     def to_shard(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
         return torch.cat([slice_of(part, 0, rank, size) for part in parts])
@@ -133,7 +133,6 @@ class QKV(Operation):
     num_groups: int
     head_dim: int
     gated: bool = False
-    replicated = False
 
     def to_shard(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
         if self.num_groups < size:
@@ -173,7 +172,6 @@ class ByGroup(Operation):
 
     groups: int
     sections: tuple[tuple[int, ...], ...]
-    replicated = False
 
     def to_shard(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
         if self.groups % size:
@@ -224,7 +222,7 @@ class OfExpert:
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class Vocabulary(Operation):
     """Pads the embedding or output head with zero rows up to `padded_size`, then shards the rows over ranks.
 
     Example: 10 rows padded to 12 give each of 2 ranks 6 rows, and rank 1 has the 2 zero rows. In the head, zero rows
@@ -233,7 +231,6 @@ class Vocabulary:
 
     size: int
     padded_size: int
-    replicated = False
 
     def to_shard(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
         rows, remainder = divmod(self.padded_size, size)
