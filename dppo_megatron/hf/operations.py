@@ -236,9 +236,7 @@ class Vocabulary(Operation):
         rows, remainder = divmod(self.padded_size, size)
         if remainder:
             raise ValueError(f"padded vocabulary of {self.padded_size} does not divide over {size} ranks")
-        start = min(rank * rows, self.size)
-        stop = min(start + rows, self.size)
-        shard = parts[0][start:stop]
+        shard = parts[0][rank * rows : (rank + 1) * rows]  # has no rows beyond `size`
         missing = rows - shard.shape[0]
         return torch.cat([shard, shard.new_zeros(missing, *shard.shape[1:])]) if missing else shard
 
