@@ -25,7 +25,6 @@ from dppo_megatron.hf.export import overflowing
 from dppo_megatron.hf.turns import Turns
 from dppo_megatron.rollout.engines.kinds import kind_of
 from dppo_megatron.rollout.engines.protocol import Engine, EngineInfo
-from dppo_megatron.rollout.fleet.live_engines import LiveEngines
 from dppo_megatron.train.actor import Actor
 from dppo_megatron.weights.broadcast_plan import (
     BUCKET_BYTES,
@@ -177,7 +176,7 @@ class Broadcast(Transport):
                     caller.abort("join", str(error))
                     raise
 
-            replies = self._engines.start(LiveEngines.on, engines, invite)
+            replies = self._engines.start(lambda live: live.on(engines, invite))
         problems = []
         if self._sender is not None:
             try:

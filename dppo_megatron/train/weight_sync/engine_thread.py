@@ -7,14 +7,13 @@ import atexit
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from dppo_megatron.rollout.fleet.live_engines import LiveEngines
 
 from .transport import WeightSyncError
 
 Result = TypeVar("Result")
-Arguments = ParamSpec("Arguments")
 
 
 class EngineThread:
@@ -30,14 +29,9 @@ class EngineThread:
         self._thread.start()
         atexit.register(self.close)  # for an error that ends the trainer
 
-    def start(
-        self,
-        call: Callable[Concatenate[LiveEngines, Arguments], Coroutine[Any, Any, Result]],
-        *arguments: Arguments.args,
-        **named: Arguments.kwargs,
-    ) -> Future[Result]:
-        """Start `call(engines, *arguments)` with the `LiveEngines`. Return a future with the result or error."""
-        return asyncio.run_coroutine_threadsafe(call(self._engines, *arguments, **named), self._loop)
+    def start(self, call: Callable[[LiveEngines], Coroutine[Any, Any, Result]]) -> Future[Result]:
+        """Start `call` with the `LiveEngines`. Return a future with the result or error."""
+        return asyncio.run_coroutine_threadsafe(call(self._engines), self._loop)
 
     def put_to_sleep(self) -> None:
         """Make every reachable engine free its GPU memory. Raises `WeightSyncError` naming the engines that failed."""

@@ -216,7 +216,8 @@ class Publisher:
             return AttemptResult(failures={"group": str(error)})
         if self._engines is not None:  # rank 0: the engines load and score while all ranks send and score
             load = partial(self._load, version=version)
-            loading = self._engines.start(LiveEngines.load_and_confirm, version, engines, load, self._check_tokens)
+            tokens = self._check_tokens
+            loading = self._engines.start(lambda live: live.load_and_confirm(version, engines, load, tokens))
         problem = self._transport.send()
         # This gather must precede the next training collective, because a sender waits for engines.
         everyone = self._ranks.gather((problem, self._transport.sent), "the weights to be sent")
