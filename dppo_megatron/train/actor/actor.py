@@ -18,7 +18,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.hf import load_into, read_hf_config
 from dppo_megatron.hf.peft import load_peft
-from dppo_megatron.objectives import Metric, ObjectiveProtocol, reduce_metrics
+from dppo_megatron.objectives import ObjectiveProtocol, reduce_metrics
 from dppo_megatron.report.profiling import phase
 from dppo_megatron.types import TokenBatch
 
@@ -29,12 +29,12 @@ from .checkpoint import save_load
 from .checkpoint.sharded import ShardedSave
 from .checkpoint.writer import BackgroundWrite
 from .experts import describe_experts
-from .forward import LossStep, reduce_reports, run_schedule
+from .forward import LossStep, UpdateTotal, reduce_reports, run_schedule
 from .layout import Layout
 from .loss_scale import LossScale
 from .model import PolicyModel, build_model
 from .model_config import shares_prefixes, transformer_config, use_transformer_engine
-from .optimizer import build_optimizer, build_schedule, learning_rate, optimizer_step, wrap_data_parallel
+from .optimizer import UpdateResult, build_optimizer, build_schedule, learning_rate, optimizer_step, wrap_data_parallel
 from .parameter_gather import ParameterGather
 from .scoring import Scorer, Scores, describe_outlier
 
@@ -46,24 +46,14 @@ class TrainingDiverged(ExpectedError, RuntimeError):
 
 
 @dataclass(frozen=True)
-class UpdateStats:
-    """Reports an update. Only times differ between ranks. Sums cover the micro-batches of all data-parallel ranks."""
+class UpdateStats(UpdateResult, UpdateTotal):
+    """Reports an update. Only times differ between ranks."""
 
-    loss: float  # sum(loss_weight * loss)
-    grad_norm: float  # gradient norm before clipping
-    lr: float
-    skipped: bool  # gradients or logits were not finite; nothing changed
     skipped_in_a_row: int  # overflows are not counted
-    tokens: int
-    loss_tokens: int
-    nonfinite_tokens: int  # loss tokens with non-finite logits
     metrics: dict[str, float]  # the objective's metrics and the entropy, over the whole global batch
-    parts: dict[str, Metric]  # the metrics before the final division, to merge with other updates
-    masked: dict[int, int]  # token id -> how often the token was outside the trust region, if above 0
     forward_backward_s: float
     optimizer_s: float
-    loss_scale: float | None = None  # fp16: the loss was multiplied by it
-    overflowed: bool = False  # gradients exceeded fp16 at this scale, so the update was skipped and the scale halved
+    loss_scale: float | None  # fp16: the loss was multiplied by it
 
 
 class Actor:

@@ -336,12 +336,12 @@ def _whole_sequences(
 class UpdateTotal:
     """Contains sums over all micro-batches of all data-parallel ranks. Metrics are on the CPU."""
 
-    loss: float
-    nonfinite_tokens: int
+    loss: float  # sum(loss_weight * loss)
+    nonfinite_tokens: int  # loss tokens with non-finite logits
     tokens: int
     loss_tokens: int
-    parts: dict[str, Metric]
-    masked: dict[int, int]  # token id -> count, if above 0
+    parts: dict[str, Metric]  # the metrics before the final division, to merge with other updates
+    masked: dict[int, int]  # token id -> how often the token was outside the trust region, if above 0
 
 
 def reduce_reports(

@@ -25,8 +25,8 @@ class UpdateResult:
 
     grad_norm: float
     lr: float
-    skipped: bool
-    overflowed: bool  # skipped, and the loss scale was lowered
+    skipped: bool  # gradients or logits were not finite; nothing changed
+    overflowed: bool  # gradients exceeded fp16 at this scale, so the update was skipped and the scale halved
 
 
 def wrap_data_parallel(

@@ -21,10 +21,10 @@ from dppo_megatron.run.plan import Advice, Cluster, advise, hardware, make_plan,
 from dppo_megatron.run.plan.activations import Layer, MicroBatchWork, layer
 from dppo_megatron.run.plan.engines import engine_memory
 from dppo_megatron.run.plan.memory import _explain
-from dppo_megatron.train.actor import UpdateStats
 from dppo_megatron.train.trainer.batches import UpdateBatch
 from dppo_megatron.train.trainer.metrics import StepMetrics, Throughput
 from tests.support.configs import make_config
+from tests.support.updates import update_stats
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -79,8 +79,7 @@ def test_plan_and_metric_count_the_same_flops(builder, lora):
     )
     for _ in range(2):
         pairs = computed_pairs([[list(range(count))]], np.full(count, length), None)
-        loss_tokens = count * r.max_response_tokens
-        stats = UpdateStats(0.0, 0.0, 0.0, False, 0, count * length, loss_tokens, 0, {}, {}, {}, 40.0, 10.0)
+        stats = update_stats(loss_tokens=count * r.max_response_tokens, forward_backward_s=40.0, optimizer_s=10.0)
         step.add_update(stats, UpdateBatch([], count, count * length, count * length, pairs))
     of_step = step.finish()["throughput/tflops_per_gpu"] * 1e12 * 100.0 * settings.parallel.world_size
     assert of_step == pytest.approx(2 * plan.totals.flops_per_update, rel=1e-12)

@@ -10,6 +10,7 @@ from dppo_megatron.train.trainer import loop as module
 from dppo_megatron.train.trainer.batches import StepBatch, UpdateBatch
 from dppo_megatron.train.trainer.metrics import MismatchLimit
 from tests.support.configs import make_config
+from tests.support.updates import update_stats
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def train(tmp_path, monkeypatch):
 
         def update(micro_batches, method, **_) -> UpdateStats:
             of_steps.append(method.step)
-            return UpdateStats(0.0, 0.0, 0.0, False, 0, 6, 6, 0, {"mismatch/kl": 0.2}, {}, {}, 0.0, 0.0)
+            return update_stats(metrics={"mismatch/kl": 0.2})
 
         module.Training(
             config=config,

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from dppo_megatron.objectives import build_objective, reduce_metrics
-from dppo_megatron.train.actor import UpdateStats
 from dppo_megatron.train.trainer.batches import UpdateBatch
 from dppo_megatron.train.trainer.metrics import MismatchHistory, MismatchLimit, StepMetrics
+from tests.support.updates import update_stats
 
 ROLLOUT = torch.full((6,), -1.0)
 FAR = 3.0  # nats, of one token in each update
@@ -32,7 +32,7 @@ def of_step(name: str, advantages: tuple[float, float] = (1.0, 1.0), branches: i
             mask=torch.ones(6, dtype=torch.bool),
             sequence_ids=torch.zeros(6, dtype=torch.long),
         ).metrics
-        stats = UpdateStats(0.0, 0.0, 0.0, False, 0, 6, 6, 0, reduce_metrics(parts), parts, {}, 0.0, 0.0)
+        stats = update_stats(metrics=reduce_metrics(parts), parts=parts)
         collected.add_update(stats, UpdateBatch([], branches, 6, 6, 21, trajectories=1))
     return collected
 
@@ -56,7 +56,7 @@ def test_an_overflow_is_counted_and_has_no_gradient_norm():
     step = StepMetrics()
     assert "train/loss_scale" not in of_step("gspo").finish()
     for norm, scale, overflowed in ((0.5, 1024.0, False), (math.inf, 1024.0, True), (1.5, 512.0, False)):
-        stats = UpdateStats(0.0, norm, 0.0, overflowed, 0, 6, 6, 0, {}, {}, {}, 0.0, 0.0, scale, overflowed)
+        stats = update_stats(grad_norm=norm, loss_scale=scale, skipped=overflowed, overflowed=overflowed)
         step.add_update(stats, UpdateBatch([], 1, 6, 6, 21))
     record = step.finish()
     names = ("grad_norm", "skipped_updates", "overflowed_updates", "loss_scale")
@@ -66,7 +66,7 @@ def test_an_overflow_is_counted_and_has_no_gradient_norm():
 def test_counts_and_times_of_a_step_are_sums_over_its_updates():
     step = StepMetrics()
     for sequences, rows, seconds in ((3, 40, 0.25), (2, 30, 0.5)):
-        stats = UpdateStats(0.0, 0.0, 0.0, False, 0, 6, 6, 0, {}, {}, {}, 1.0, seconds)
+        stats = update_stats(forward_backward_s=1.0, optimizer_s=seconds)
         step.add_update(stats, UpdateBatch([], sequences, 6, rows, 21))
     record = step.finish()
     names = ("train/sequences", "train/computed_rows", "train/tokens", "time/forward_backward_s", "time/optimizer_s")

@@ -6,9 +6,9 @@ import pytest
 from dppo_megatron.common.hardware import hardware, peak_flops
 from dppo_megatron.data.micro_batches import Prefixes, computed_pairs
 from dppo_megatron.hf.flops import ModelFlops
-from dppo_megatron.train.actor import UpdateStats
 from dppo_megatron.train.trainer.batches import UpdateBatch
 from dppo_megatron.train.trainer.metrics import StepMetrics, Throughput
+from tests.support.updates import update_stats
 
 FLOPS = ModelFlops(row=10, pair=2, head_row=5)
 FORWARD = 10 * 100 + 2 * 700 + 5 * 60  # of the update below
@@ -18,7 +18,7 @@ def record(throughput: Throughput, **parts: float) -> dict[str, float]:
     """Two updates of 100 tokens each, of 60 with loss; 0.75 s forward and backward and 0.25 s optimizer each."""
     step = StepMetrics(throughput)
     for _ in range(2):
-        stats = UpdateStats(0.0, 0.0, 0.0, False, 0, 100, 60, 0, {}, {}, {}, 0.75, 0.25)
+        stats = update_stats(tokens=100, loss_tokens=60, forward_backward_s=0.75, optimizer_s=0.25)
         step.add_update(stats, UpdateBatch([], 4, 120, 100, 700))
     step.add({f"time/{name}_s": seconds for name, seconds in parts.items()})
     return step.finish()
