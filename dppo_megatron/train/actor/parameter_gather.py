@@ -7,8 +7,9 @@ because engines, checkpoints and scoring need all weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
 from megatron.core.distributed import DistributedDataParallel
 
@@ -43,23 +44,16 @@ class ParameterGather:
         if not self._outdated:
             yield
             return
-        # The fused head reads the weight outside a module's forward pass, where Megatron has no hook.
-        handles = [chunk.module.register_forward_hook(_finish(chunk)) for chunk in self._chunks]
-        for chunk in self._chunks:
-            chunk.enable_forward_pre_hook()
-        try:
-            yield
-        finally:
+        with ExitStack() as stack:
             for chunk in self._chunks:
-                chunk.disable_forward_pre_hook(param_sync=False)
-            for handle in handles:
-                handle.remove()
+                # The fused head reads the weight outside a module's forward pass, where Megatron has no hook.
+                stack.enter_context(chunk.module.register_forward_hook(partial(_finish, chunk)))
+                chunk.enable_forward_pre_hook()
+                stack.callback(chunk.disable_forward_pre_hook, param_sync=False)
+            yield
         self._outdated = False
 
 
-def _finish(chunk: DistributedDataParallel) -> Callable[..., None]:
-    def hook(*_: object) -> None:
-        for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
-            group.finish_param_sync(skip_next_bucket_dispatch=True)
-
-    return hook
+def _finish(chunk: DistributedDataParallel, *_: object) -> None:
+    for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+        group.finish_param_sync(skip_next_bucket_dispatch=True)

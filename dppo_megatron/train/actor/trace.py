@@ -7,7 +7,7 @@ engine's operator, so only that operator can cause a difference in the output.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -81,23 +81,18 @@ class _TraceRecorder:
     @contextmanager
     def hooks(self) -> Iterator[None]:
         """Record every value within the context, and replace values that have a patch."""
-        handles: list[Any] = []
-        restored = []
-        for chunk in self._actor.model_chunks:
-            handles += self._outside(chunk)
-            for layer in chunk.decoder.layers:
-                handles += self._inside(layer, layer.layer_number - 1)
-                if isinstance(layer.mlp, MoELayer):
-                    router = layer.mlp.router
-                    router.gating = partial(self._gating, router.gating, layer.layer_number - 1)
-                    restored.append(router)
-        try:
+        with ExitStack() as stack:
+            for chunk in self._actor.model_chunks:
+                handles = [*self._outside(chunk)]
+                for layer in chunk.decoder.layers:
+                    handles += self._inside(layer, layer.layer_number - 1)
+                    if isinstance(layer.mlp, MoELayer):
+                        router = layer.mlp.router
+                        router.gating = partial(self._gating, router.gating, layer.layer_number - 1)
+                        stack.callback(delattr, router, "gating")
+                for handle in handles:
+                    stack.enter_context(handle)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            for router in restored:
-                del router.gating
 
     def _outside(self, chunk: Any) -> Iterator[Any]:
         if chunk.pre_process:
