@@ -328,14 +328,8 @@ def sequence(token_ids: np.ndarray, routed_experts: np.ndarray | None = None) ->
 
 def filler(batch: TokenBatch) -> TokenBatch:
     """Return the first token of `batch` as a separate micro-batch without loss."""
-    first = at_rows(batch, torch.zeros(1, dtype=torch.long, device=batch.mask.device))
-    return replace(
-        first,
-        cu_seqlens=batch.cu_seqlens.new_tensor([0, 1]),
-        shared_prefix=None,
-        mask=torch.zeros_like(first.mask),
-        loss_weight=torch.zeros_like(first.loss_weight),
-    )
+    first = _without_loss(at_rows(batch, torch.zeros(1, dtype=torch.long, device=batch.mask.device)))
+    return replace(first, cu_seqlens=batch.cu_seqlens.new_tensor([0, 1]), shared_prefix=None)
 
 
 def at_rows(batch: TokenBatch, rows: Tensor) -> TokenBatch:
@@ -360,12 +354,14 @@ def at_rows(batch: TokenBatch, rows: Tensor) -> TokenBatch:
     return TokenBatch.from_columns(picked)
 
 
-def loss_fields(batch: TokenBatch, rows: Tensor, carry: bool = True) -> TokenBatch:
+def loss_fields(batch: TokenBatch, rows: Tensor, carry: bool) -> TokenBatch:
     """Return the objective's fields at `rows`; without `carry` the rows are masked placeholders."""
     loss = at_rows(replace(batch, routed_experts=None), rows)
-    if carry:
-        return loss
-    return replace(loss, mask=torch.zeros_like(loss.mask), loss_weight=torch.zeros_like(loss.loss_weight))
+    return loss if carry else _without_loss(loss)
+
+
+def _without_loss(batch: TokenBatch) -> TokenBatch:
+    return replace(batch, mask=torch.zeros_like(batch.mask), loss_weight=torch.zeros_like(batch.loss_weight))
 
 
 def _whole(batch: MicroBatch) -> TokenBatch:
