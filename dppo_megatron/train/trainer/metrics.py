@@ -169,30 +169,21 @@ class StepMetrics:
                 values[name] = value
             elif name in first:  # a metric without tokens, e.g. with A < 0, is absent
                 values[name] = first[name]
-        if {
-            "mismatch/total_variation",
-            "train/tokens",
-        } <= whole.keys() and "rollout/response_tokens_max" in self._values:
-            values |= improvement_bounds(
-                total_variation=whole["mismatch/total_variation"],
-                largest=whole["mismatch/shift_max"],
-                mean_length=whole["train/tokens"] / sum(b.trajectories or b.sequences for _, b in self._updates),
-                horizon=self._values["rollout/response_tokens_max"],
-            )
-        return values
+        return values | self._improvement_bounds(whole)
 
+    def _improvement_bounds(self, whole: Mapping[str, float]) -> dict[str, float]:
+        """Return the bounds that DPPO (arXiv 2602.04879) subtracts from the surrogate's gain, for |rewards| up to 1.
 
-def improvement_bounds(
-    *, total_variation: float, largest: float, mean_length: float, horizon: float
-) -> dict[str, float]:
-    """Return the bounds that DPPO (arXiv 2602.04879) subtracts from the surrogate's gain, for rewards up to 1 in size.
-
-    Theorem 3.2: 2 T (T - 1) D_max^2, where T is `horizon`, the longest response, and D_max the largest TV of any token.
-    Here the largest |pi - mu| of a sampled token replaces D_max, as a lower bound. Appendix B.3 is tighter for long
-    responses: 4 E_mu sum_t TV(mu, pi), summed over a response and estimated without bias. With turns and branches,
-    count only tokens that the policy sampled.
-    """
-    return {
-        "bound/quadratic": 2 * horizon * (horizon - 1) * largest**2,
-        "bound/linear": 4 * mean_length * total_variation,
-    }
+        Theorem 3.2: 2 T (T - 1) D_max^2, where T is `horizon`, the longest response, and D_max the largest TV of any
+        token. Here the largest |pi - mu| of a sampled token replaces D_max, as a lower bound. Appendix B.3 is tighter
+        for long responses: 4 E_mu sum_t TV(mu, pi), summed over a response and estimated without bias. With turns and
+        branches, count only tokens that the policy sampled.
+        """
+        horizon = self._values.get("rollout/response_tokens_max")
+        if horizon is None or not {"mismatch/total_variation", "train/tokens"} <= whole.keys():
+            return {}
+        mean_length = whole["train/tokens"] / sum(b.trajectories or b.sequences for _, b in self._updates)
+        return {
+            "bound/quadratic": 2 * horizon * (horizon - 1) * whole["mismatch/shift_max"] ** 2,
+            "bound/linear": 4 * mean_length * whole["mismatch/total_variation"],
+        }
