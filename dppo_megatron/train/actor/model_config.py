@@ -186,29 +186,19 @@ def _family_problems(hf: HFModelConfig, config: Config) -> list[str]:
     out = []
     scaling = hf.rope_scaling
     source = f"model.path = {hf.source}"
-    if (
-        use_transformer_engine(config)
-        and hf.rope_type == "llama3"
-        and any(scaling.get(k, v) != v for k, v in _MEGATRON_LLAMA3.items())
-    ):
-        out.append(
-            f"model.layers = {config.model.layers}: Megatron's fused rotary embedding scales with fixed constants, "
-            f"not those of {hf.source}; set it to local"
+    if use_transformer_engine(config):
+        other_llama3 = hf.rope_type == "llama3" and any(scaling.get(k, v) != v for k, v in _MEGATRON_LLAMA3.items())
+        obstacles = (
+            (other_llama3, f"Megatron's fused rotary embedding scales with fixed constants, not those of {hf.source}"),
+            (hf.delta_net is not None, "gated delta net is not implemented with TransformerEngine"),
+            (hf.sinks is not None, "attention sinks are not implemented with TransformerEngine"),
         )
-    if hf.delta_net is not None and use_transformer_engine(config):
-        out.append(
-            f"model.layers = {config.model.layers}: gated delta net is not implemented with TransformerEngine; set it "
-            "to local"
-        )
+        setting = f"model.layers = {config.model.layers}"
+        out += [f"{setting}: {reason}; set it to local" for applies, reason in obstacles if applies]
     if hf.delta_net is not None and config.parallel.context > 1:
         out.append(
             f"parallel.context = {config.parallel.context}: gated delta net needs whole sequences on a rank; set it "
             "to 1"
-        )
-    if hf.sinks is not None and use_transformer_engine(config):
-        out.append(
-            f"model.layers = {config.model.layers}: attention sinks are not implemented with TransformerEngine; set it "
-            "to local"
         )
     if hf.sinks is not None and config.model.lora.r:
         out.append(f"model.lora.r = {config.model.lora.r}: not implemented for layers with biases; set it to 0")
