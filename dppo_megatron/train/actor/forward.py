@@ -140,11 +140,9 @@ def apply_objective(
         if ids is not None:
             other_logprob = _with_other_list(teacher_other, ids, teacher_ids, teacher_ids_logprob, rows.target_ids)
             teacher_other = _with_other_list(teacher_other, teacher_ids, ids, topk_logprob, rows.target_ids)
-        extra_args["teacher_logprob"], teacher_topk_logprob = (
-            rows.tensors[f"teacher_{name}"] for name in ("logprob", "topk_logprob")
-        )
+        extra_args["teacher_logprob"] = rows.tensors["teacher_logprob"]
         extra_args["teacher"] = TopKLogprobs(
-            teacher_ids, teacher_topk_logprob, teacher_ids_logprob, teacher_other, rows.target_ids
+            teacher_ids, rows.tensors["teacher_topk_logprob"], teacher_ids_logprob, teacher_other, rows.target_ids
         )
     if objective.needs_positions:
         extra_args["positions"] = rows.position_ids
