@@ -214,7 +214,8 @@ class LogprobStep:
     def collect(self, batch: MicroBatch, model: Any, output: Tensor, non_loss_data: bool = True) -> Tensor:
         columns = torch.cat(self.columns(batch.loss, model, output), dim=1)
         scored = torch.where(batch.loss.mask[:, None], columns, 0.0)
-        return scored.new_zeros(batch.batch_tokens, scored.shape[1]).index_copy_(0, batch.loss_rows, scored)
+        tokens = len(batch.host_batch.token_ids)
+        return scored.new_zeros(tokens, scored.shape[1]).index_copy_(0, batch.loss_rows, scored)
 
     def columns(self, rows: TokenBatch, model: Any, output: Tensor) -> list[Tensor]:
         topk_ids = rows.topk_ids if self.topk else None

@@ -76,7 +76,7 @@ class Scorer:
         columns = torch.tensor(results[0].shape[1] if layout.is_last_stage else 0, device=layout.device)
         dist.broadcast(columns, group_src=layout.pipeline_size - 1, group=layout.pipeline_group)
         if not layout.is_last_stage:
-            shapes = [(b.batch_tokens, int(columns)) for b in prepared]
+            shapes = [(len(b.host_batch.token_ids), int(columns)) for b in prepared]
             results = [torch.empty(shape, dtype=torch.float32, device=layout.device) for shape in shapes]
         for result in results:
             dist.broadcast(result, group_src=layout.pipeline_size - 1, group=layout.pipeline_group)

@@ -69,10 +69,9 @@ class MicroBatch:
     context_rows: tuple[Int[Tensor, " m"], ...]  # loss rows of every context-parallel rank; a rank may have none
     sequence_ids: Int[Tensor, " n_all"]  # sequence number of every rank's loss rows, without gaps
     host_batch: TokenBatch  # the batch as given, on the CPU
-    whole: TokenBatch | None  # `loss` of all context-parallel ranks, rank by rank; None unless requested
-    batch_tokens: int  # tokens in the batch as given, on all context-parallel ranks together
     num_tokens: int  # tokens on this rank
     num_loss_tokens: int
+    whole: TokenBatch | None = None  # `loss` of all context-parallel ranks, rank by rank; None unless requested
 
 
 @dataclass(frozen=True)
@@ -250,8 +249,6 @@ class Packer:
             context_rows=context_rows,
             sequence_ids=_sequence_ids(batch, context_rows).to(self.device),
             host_batch=batch,
-            whole=None,
-            batch_tokens=batch.token_ids.shape[0],
             num_tokens=num_tokens,
             num_loss_tokens=num_loss_tokens,
         )
