@@ -45,17 +45,12 @@ class Checkpoints:
         """Save the state after `step`. metrics: the step's record, in case the run is killed before logging it."""
         if step == self._saved:
             return
-        groups = step * self._config.rollout.prompts_per_step
-        self._actor.save_checkpoint(
-            self._directory,
-            step,
-            {
-                "step": step,
-                "groups_consumed": groups,
-                "metrics": {name: x if math.isfinite(x) else None for name, x in (metrics or {}).items()},
-            },
-            keep=self._config.checkpoint.keep,
-        )
+        state = {
+            "step": step,
+            "groups_consumed": step * self._config.rollout.prompts_per_step,
+            "metrics": {name: x if math.isfinite(x) else None for name, x in (metrics or {}).items()},
+        }
+        self._actor.save_checkpoint(self._directory, step, state, keep=self._config.checkpoint.keep)
         self._saved = step
         self._release_rollouts()
 
