@@ -57,7 +57,7 @@ class EngineConfig(Section):
     dtype: Annotated[FloatName, Derived] = setting(None, "precision of the engines; default: model.dtype")
     quantization: Literal["none", "fp8_block", "fp8_block_emulated"] = setting(
         "none",
-        "fp8_block: every publish quantises the layers' projections to FP8 (e4m3, a scale per 128 x 128 values) and "
+        "fp8_block: every publish quantizes the layers' projections to FP8 (e4m3, a scale per 128 x 128 values) and "
         "engines multiply in FP8, on GPUs. fp8_block_emulated: the same rounding, stored and multiplied in "
         "engine.dtype, to study the mismatch; it saves no memory",
     )
@@ -138,7 +138,7 @@ class RolloutConfig(Section):
     top_p: Float = setting(
         1.0,
         "below 1: sample from the fewest tokens with this total probability; engines report the sampling mask of "
-        "top_p, top_k and min_p at every position, and training renormalises over the same tokens",
+        "top_p, top_k and min_p at every position, and training renormalizes over the same tokens",
         ge=0,
         le=1,
     )
