@@ -32,8 +32,8 @@ def preflight(config_file: ConfigFile, as_json: AsJson = False, overrides: Overr
 
     On the first node of a Slurm job it checks the nodes of the job, elsewhere this machine: drivers, GPUs and their
     free memory, an all-reduce in each process group, a broadcast to the serving nodes, access to run.dir, model and
-    data on every node, clocks and limits. Each failure names its node. Jobs of `dppo-megatron slurm` start every
-    attempt with these checks. Exit code 0: no errors; 1: errors; 2: the config is invalid.
+    data on every node, clocks and limits. A failure names the faulty nodes if they are known. Jobs of `dppo-megatron
+    slurm` start every attempt with these checks. Exit code 0: no errors; 1: errors; 2: the config is invalid.
     """
     from dppo_megatron.run.checks import load_config
     from dppo_megatron.run.slurm.preflight import preflight_now
