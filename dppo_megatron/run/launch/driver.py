@@ -48,17 +48,20 @@ class Failed(Generic[ProcessT]):
     """
 
     process: ProcessT
+    cause: str  # how the process ended, and `hung`
     hung: str = ""
 
-    @property
-    def cause(self) -> str:
-        code = self.process.poll()
-        ended = f"{self.process.name} ended: {exit_reason(code)}" if code else ""
-        if code in (-signal.SIGKILL, 128 + signal.SIGKILL) and not self.hung:
+    @classmethod
+    def from_process(cls, process: ProcessT, hung: str = "") -> Failed[ProcessT]:
+        """Describe the failure of a process. Call it at once, because the free space on the disk changes."""
+        code, logs = process.poll(), process.log.parent
+        ended = f"{process.name} ended: {exit_reason(code)}" if code else ""
+        if code in (-signal.SIGKILL, 128 + signal.SIGKILL) and not hung:
             ended += " (the kernel kills a process if memory is short: `dmesg -T | grep -i oom` on its machine)"
-        if ended and shutil.disk_usage(self.process.log.parent).free < FULL_BYTES:  # a log may lack the error then
-            ended += f" (no space is left in {self.process.log.parent}; free space there, or use a larger file system)"
-        return "; ".join(filter(None, (ended, self.hung)))
+        with contextlib.suppress(OSError):
+            if ended and shutil.disk_usage(logs).free < FULL_BYTES:  # a log may lack the error then
+                ended += f" (no space is left in {logs}; free space there, or use a larger file system)"
+        return cls(process, "; ".join(filter(None, (ended, hung))), hung)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,11 +173,12 @@ class RunDriver(Generic[PlanT, ProcessT]):
         if failed := [worker for worker in self._workers if worker.poll() not in (None, 0)]:
             # The cause is a killed process, else the process that raised first. Other processes raise later.
             first = min(failed, key=lambda worker: ((worker.poll() or 0) > 0, _written(worker.log)))
-            return Failed(first, hang(self._heartbeats.read(), time.time()) if first in self.trainers else "")
+            hung = hang(self._heartbeats.read(), time.time()) if first in self.trainers else ""
+            return Failed.from_process(first, hung)
         if self.trainers and time.monotonic() > self._look_at_beats:
             self._look_at_beats, stall_s = time.monotonic() + INTERVAL_S, self._config.run.stall_timeout_s
             if hung := hang(self._heartbeats.read(), time.time(), stall_s):
-                return Failed(self.trainers[0], f"{hung} (run.stall_timeout_s = {stall_s:g})")
+                return Failed.from_process(self.trainers[0], f"{hung} (run.stall_timeout_s = {stall_s:g})")
         if self._trainers_ended and not self.trained:
             return TrainerStopped()
         if all(worker.poll() == 0 for worker in self._workers):
@@ -183,7 +187,7 @@ class RunDriver(Generic[PlanT, ProcessT]):
             if event := server.check(time.monotonic()):
                 self._report(event)
             if server.failed:
-                return Failed(server.process)
+                return Failed.from_process(server.process)
         return None
 
     @property

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 
 from dppo_megatron.common.files import write_atomic
-from dppo_megatron.common.process import exit_reason
 from dppo_megatron.common.retry import wait_until
 from dppo_megatron.config import Config, read_config, with_absolute_paths
 from dppo_megatron.errors import ExpectedError, bounded
@@ -119,7 +118,7 @@ class Job:
         if code == REJECTED:
             self._record("failed", "the config was rejected")
             return code
-        return self._failed(step) if code else 0
+        return self._failed(Failed.from_process(step)) if code else 0
 
     def _preflight(self) -> int:
         """Return 0 if the nodes are healthy; otherwise requeue the job without the bad nodes.
@@ -159,7 +158,7 @@ class Job:
                     cause = f"the trainer was asked to stop, not by this job, at step {done} of {steps}"
                     return self._requeue(cause, 1)
                 case Failed() as failed:
-                    return self._failed(failed.process, failed.hung)
+                    return self._failed(failed)
 
     def _completed(self) -> int:
         self._record("completed", f"{self._config.train.steps} steps done")
@@ -197,15 +196,11 @@ class Job:
         print_line(f"{name}: the job is being ended; the bank and the last checkpoint stay for --resume")
         return 128 + self._signal
 
-    def _failed(self, step: JobStep, hung: str = "") -> int:
-        code = step.poll() or 1
-        cause = f"{step.name}: {exit_reason(code)}"
-        if error := self._errors.first_of(step.name):
-            cause += f" ({error})"
-        if hung:
-            cause = f"{hung}; {cause}" if step.poll() else hung
+    def _failed(self, failed: Failed[JobStep]) -> int:
+        step, code = failed.process, failed.process.poll()
+        cause = "; ".join(filter(None, (failed.cause, self._errors.first_of(step.name) if code else None)))
         print_line(f"{cause}; logs in {self._run.logs}")
-        return self._requeue(cause, code)
+        return self._requeue(cause, code or 1)
 
     def _still_running(self) -> bool:
         """Return False if Slurm is ending the job, because of a cancellation or a failed node.

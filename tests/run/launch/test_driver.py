@@ -88,7 +88,7 @@ def test_everything_is_started_and_workers_end_before_the_engines_that_they_need
 @pytest.mark.parametrize("name", ["orchestrator", "trainer-1", "engine-0"])
 def test_a_process_that_failed_ends_the_run(driver, launcher, name):
     launcher.started[name].code = 3
-    assert driver.check() == Failed(launcher.started[name])
+    assert driver.check() == Failed(launcher.started[name], f"{name} ended: exit code 3")
 
 
 @pytest.mark.parametrize("name", ["engine-0", "teacher-sums"])

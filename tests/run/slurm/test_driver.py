@@ -71,11 +71,11 @@ def test_a_crash_loop_of_a_heterogeneous_job_stops_with_the_reason(stubbed):
     assert (job["ExitCode"], job["Restarts"]) == ("1:0", "1")
     output = run.output.read_text()
     assert "rank ran into a wall" in output
-    assert "trainer: exit code 1; 2 attempts in a row saved no new checkpoint, slurm.max_restarts = 1" in output
+    assert "trainer ended: exit code 1; 2 attempts in a row saved no new checkpoint, slurm.max_restarts = 1" in output
     assert [(e.event, e.restart) for e in run.events()] == [
         ("started", 0), ("requeued", 0), ("started", 1), ("failed", 1),
     ]  # fmt: skip
-    assert run.events()[2].cause == "trainer: exit code 1"
+    assert run.events()[2].cause == "trainer ended: exit code 1"
 
 
 def test_a_request_to_stop_ends_the_job_without_a_requeue(stubbed, tmp_path):
