@@ -55,7 +55,7 @@ class Failed(Generic[ProcessT]):
     def from_process(cls, process: ProcessT, hung: str = "") -> Failed[ProcessT]:
         """Describe the failure of a process. Call it at once, because the free space on the disk changes."""
         code, logs = process.poll(), process.log.parent
-        ended = f"{process.name} ended: {exit_reason(code)}" if code else ""
+        ended = "" if code is None else f"{process.name} ended: {exit_reason(code)}"
         if code in (-signal.SIGKILL, 128 + signal.SIGKILL) and not hung:
             ended += " (the kernel kills a process if memory is short: `dmesg -T | grep -i oom` on its machine)"
         with contextlib.suppress(OSError):

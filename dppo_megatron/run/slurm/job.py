@@ -197,8 +197,9 @@ class Job:
         return 128 + self._signal
 
     def _failed(self, failed: Failed[JobStep]) -> int:
-        step, code = failed.process, failed.process.poll()
-        cause = "; ".join(filter(None, (failed.cause, self._errors.first_of(step.name) if code else None)))
+        code = failed.process.poll()
+        error = None if code is None else self._errors.first_of(failed.process.name)
+        cause = "; ".join(filter(None, (failed.cause, error)))
         print_line(f"{cause}; logs in {self._run.logs}")
         return self._requeue(cause, code or 1)
 

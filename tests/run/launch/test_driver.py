@@ -91,6 +91,11 @@ def test_a_process_that_failed_ends_the_run(driver, launcher, name):
     assert driver.check() == Failed(launcher.started[name], f"{name} ended: exit code 3")
 
 
+def test_the_cause_names_an_engine_that_ended_with_code_0(driver, launcher):
+    launcher.started["engine-0"].code = 0
+    assert driver.check() == Failed(launcher.started["engine-0"], "engine-0 ended: exit code 0")
+
+
 @pytest.mark.parametrize("name", ["engine-0", "teacher-sums"])
 def test_an_engine_that_served_is_restarted_and_reported(driver, launcher, run, reported, name):
     """A teacher registers in its own run directory."""
