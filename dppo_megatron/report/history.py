@@ -62,6 +62,7 @@ class History:
     rows: dict[int, dict[str, float | None]]
     times: tuple[float, ...]  # Unix seconds of the records, in file order
     masked: tuple[dict[str, Any], ...] = ()  # most masked tokens per step
+    last_step: dict[str, Any] | None = None  # last step record in file order
 
     def series(self, name: str) -> Series:
         points = {step: value for step, row in sorted(self.rows.items()) if (value := row.get(name)) is not None}
@@ -88,15 +89,19 @@ def load_history(run_dir: Path, label: str) -> History:
     """Read a run's metrics and settings. Raises ReportError if the run has recorded nothing."""
     run, times = RunDir(run_dir), []
     rows: dict[int, dict[str, float | None]] = {}
+    last_step: dict[str, Any] | None = None
     for record in read_metrics(run.metrics):
         values = {name: value for name, value in record.items() if name not in ("step", "time")}
         rows.setdefault(record["step"], {}).update(values)
         if "time" in record:
             times.append(float(record["time"]))
+        if is_step_record(record):
+            last_step = record
     if not rows:
         meant = run_below(run_dir)
         raise ReportError(f"{run.metrics} has no metrics: name the directory of a run that trained{meant}")
-    return History(label, read_settings(run_dir), rows, tuple(times), tuple(read_records(run.masked_tokens)))
+    masked = tuple(read_records(run.masked_tokens))
+    return History(label, read_settings(run_dir), rows, tuple(times), masked, last_step)
 
 
 def read_settings(run_dir: Path) -> dict[str, Any]:

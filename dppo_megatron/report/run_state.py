@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from dppo_megatron.common.file_lock import FileLock
 from dppo_megatron.common.files import append_json_line
@@ -69,11 +69,15 @@ def record_attempt(run: RunDir, event: str, cause: str) -> None:
         append_json_line(run.restarts, {"time": time.time(), "event": event} | about)
 
 
-def run_state(run: RunDir) -> RunState:
-    """Return the state of a running or ended run, from files and locks only."""
+def run_state(run: RunDir, last_step: Mapping[str, Any] | None = None) -> RunState:
+    """Return the state of a running or ended run, from files and locks only.
+
+    `last_step` is the last step record in metrics.jsonl. If it is None, the file is read.
+    """
     last = ([RunAttempt(), *records_as(RunAttempt, read_records(run.restarts))])[-1]
-    steps = list(filter(is_step_record, read_metrics(run.metrics, sparse)))
-    step, beats = steps[-1]["step"] if steps else 0, heartbeats(run)
+    if last_step is None:
+        last_step = next(filter(is_step_record, reversed(read_metrics(run.metrics, sparse))), {})
+    step, beats = last_step.get("step", 0), heartbeats(run)
     if last.event in _AFTER:
         return RunState(_AFTER[last.event], step, last.cause)
     elsewhere = last.host != socket.gethostname()  # file locks may work only within a machine
@@ -82,7 +86,7 @@ def run_state(run: RunDir) -> RunState:
         if last.event:  # an attempt started
             host = last.host or "a node"
             return RunState("died", step, f"the launcher on {host} was killed, its machine failed, or its disk is full")
-        if run.final_model.exists() or not (steps or run.logs.is_dir()):  # from a version that recorded no attempts
+        if run.final_model.exists() or not (last_step or run.logs.is_dir()):  # from a version that recorded no attempts
             return RunState("finished" if run.final_model.exists() else "new", step)
         logs = sorted(run.logs.glob("*.log"), key=lambda log: log.stat().st_mtime)  # a failed process writes first
         cause = next(filter(None, map(root_cause, logs)), None)
@@ -91,7 +95,7 @@ def run_state(run: RunDir) -> RunState:
         return RunState("waiting", step, hung)
     engines = (log.stem for log in sorted(run.logs.glob("engine-*.log")) if log.stem[7:].isdecimal())
     loading = next((name for name in engines if not (run.services / f"{name}.json").exists()), "")
-    if not steps or steps[-1].get("time", 0.0) < last.time:
+    if not last_step or last_step.get("time", 0.0) < last.time:
         waits = f"{loading or 'the trainer'} loads the model; see {run.log(loading or 'trainer-0')}"
         return RunState("starting", step, waits)
     if not beats or beats[0].phase != "wait":

@@ -69,6 +69,13 @@ def test_a_run_from_its_start_to_its_end(run):
         assert kind in text(diagnose(run.root)) or event == "failed"
 
 
+def test_the_doctor_reads_the_metrics_once(run, monkeypatch):
+    step(run, 3, time.time())
+    record_attempt(run, "stopped", "SIGINT")
+    monkeypatch.setattr("dppo_megatron.report.run_state.read_metrics", None)
+    assert "state: paused at step 3: SIGINT" in text(diagnose(run.root))
+
+
 def test_a_run_on_another_host_lives_as_long_as_its_heartbeats(run):
     """A cluster's file system may have locks that other nodes do not see."""
     step(run, 1, time.time())

@@ -116,7 +116,8 @@ def _curves(history: History) -> dict[str, np.ndarray]:
 def _head(source: Source, label: str, sets: list[str]) -> dict[str, Any]:
     history = source.history
     settings, times = objective_settings(history), history.times
-    recorded, state = history.names, {"state": str(run_state(RunDir(source.root)))} if source.is_run else {}
+    recorded = history.names
+    state = {"state": str(run_state(RunDir(source.root), history.last_step))} if source.is_run else {}
     return {
         "title": label,
         "path": str(source.root.resolve()),

@@ -65,6 +65,7 @@ class Examination:
         self._rows: dict[int, dict[str, Any]] = {}  # records of steps to examine
         self._past = Past()
         self.examined = 0  # last step
+        self.last_step: dict[str, Any] | None = None  # the last step record
         self._source: _ExaminedRun | None = None
 
     def advance(self, *, rollouts: bool = True) -> list[Finding]:
@@ -79,6 +80,8 @@ class Examination:
             rollouts = False
         for record in records:
             step = record["step"]
+            if is_step_record(record):
+                self.last_step = record
             if step <= self.examined:  # an evaluation ends after its step was examined
                 step, record = self.examined + 1, {n: v for n, v in record.items() if n.startswith("eval/")}
             self._rows.setdefault(step, {}).update(record)
@@ -150,7 +153,7 @@ def diagnose(run_dir: Path) -> Examination:
     examination, run = Examination(run_dir), RunDir(run_dir)
     examination.advance()
     examination.close()
-    state = examination.state = run_state(run)
+    state = examination.state = run_state(run, examination.last_step)
     if state.kind == "new":  # no step and no log
         raise ReportError(f"{run.root}: not a run{run_below(run.root) or '; name the run.dir of a run'}")
     if state.kind == "died":

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -94,10 +95,9 @@ def read_status(directory: Path) -> Status:
         )
     config = _config(run)
     records = read_metrics(run.metrics, sparse)
-    trained = [record for record in records if is_step_record(record)]
-    last = trained[-1] if trained else {}
+    last: dict[str, Any] = next(filter(is_step_record, reversed(records)), {})
     published = PublishedPolicy.read(run.published)
-    attempts, state = AttemptLog(run), run_state(run)
+    attempts, state = AttemptLog(run), run_state(run, last)
     events = attempts.events()
     jobs, note = _jobs(list(dict.fromkeys(event.job for event in events)))
     if state.kind == "died" and any(job.state == "PENDING" for job in jobs):  # Slurm requeued it after a lost node
