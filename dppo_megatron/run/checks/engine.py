@@ -100,21 +100,15 @@ def _deltas(config: Config) -> list[str]:
     w = config.weight_sync
     if not config.samples or w.full_every == 1:
         return []
-    setting, remedy = f"weight_sync.full_every = {w.full_every}", "set it to 1"
-    why_not = (
-        (
-            w.transport == "broadcast",
-            "a broadcast always sends all weights, because ranks and engine workers keep no copy of the previous "
-            "version (weight_sync.transport = broadcast)",
-        ),
-        (w.lora == "adapter", "adapters are published as they are (weight_sync.lora = adapter)"),
-        (
-            config.engine.placement == "colocated",
-            "if an engine rejects a delta, the actor must write the whole model again, but it has released its device "
-            "to the engines (engine.placement = colocated)",
-        ),
-    )
-    return [f"{setting}: {reason}; {remedy}" for is_so, reason in why_not if is_so]
+    wrong = {
+        "a broadcast always sends all weights, because ranks and engine workers keep no copy of the previous version "
+        "(weight_sync.transport = broadcast)": w.transport == "broadcast",
+        "adapters are published as they are (weight_sync.lora = adapter)": w.lora == "adapter",
+        "if an engine rejects a delta, the actor must write the whole model again, but it has released its device to "
+        "the engines (engine.placement = colocated)": config.engine.placement == "colocated",
+    }
+    setting = f"weight_sync.full_every = {w.full_every}"
+    return [f"{setting}: {reason}; set it to 1" for reason, holds in wrong.items() if holds]
 
 
 def _quantization(config: Config) -> Iterator[str]:
@@ -129,19 +123,16 @@ def _quantization(config: Config) -> Iterator[str]:
 def _adapters(config: Config) -> list[str]:
     if not config.samples or config.weight_sync.lora == "merged":
         return []
-    e, m, setting, remedy = config.engine, config.model, "weight_sync.lora = adapter", "set it to merged"
-    why_not = (
-        (not m.lora.r, "the run trains no adapters (model.lora.r = 0)"),
-        (m.lora.r > MOST_LORA_RANK, f"engines take adapters of r at most {MOST_LORA_RANK} (model.lora.r = {m.lora.r})"),
-        (
-            e.quantization != "none",
-            f"FP8 weights are made at each publish (engine.quantization = {e.quantization})",
-        ),
-        (e.placement == "colocated", "sleeping engines release their weights (engine.placement = colocated)"),
-        (config.weight_sync.transport == "broadcast", "adapters are sent as files (weight_sync.transport = broadcast)"),
-        (m.weights is not None, "engines start from model.path, the trainer from model.weights"),
-    )
-    return [f"{setting}: {reason}; {remedy}" for is_so, reason in why_not if is_so]
+    e, m, broadcast = config.engine, config.model, config.weight_sync.transport == "broadcast"
+    wrong = {
+        "the run trains no adapters (model.lora.r = 0)": not m.lora.r,
+        f"engines take adapters of r at most {MOST_LORA_RANK} (model.lora.r = {m.lora.r})": m.lora.r > MOST_LORA_RANK,
+        f"FP8 weights are made at each publish (engine.quantization = {e.quantization})": e.quantization != "none",
+        "sleeping engines release their weights (engine.placement = colocated)": e.placement == "colocated",
+        "adapters are sent as files (weight_sync.transport = broadcast)": broadcast,
+        "engines start from model.path, the trainer from model.weights": m.weights is not None,
+    }
+    return [f"weight_sync.lora = adapter: {reason}; set it to merged" for reason, holds in wrong.items() if holds]
 
 
 def model_problems(config: Config, hf: HFModelConfig | None) -> Iterator[str]:
