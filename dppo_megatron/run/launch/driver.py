@@ -143,7 +143,7 @@ class RunDriver(Generic[PlanT, ProcessT]):
         self._examination = Examination(self._run.root, sparse)
         self._warnings = Warnings(self._run.log(name) for name in ("orchestrator", "trainer-0"))
         self._servers: list[RestartedServer[PlanT, ProcessT]] = []  # restarted until the run ends
-        self._orchestrator: list[ProcessT] = []  # at most one process
+        self._workers: list[ProcessT] = []  # orchestrator and trainers, which end by themselves after their work
         self.trainers: list[ProcessT] = []
         self._heartbeats = HeartbeatReader(self._run)
         self._look_at_beats = 0.0  # when to read the heartbeats next
@@ -158,9 +158,10 @@ class RunDriver(Generic[PlanT, ProcessT]):
         for engine in plan.engines:
             self._servers.append(RestartedServer(self._launcher, engine, self._run, self._config.engine.restarts))
         if plan.orchestrator is not None:
-            self._orchestrator.append(self._launcher.start(plan.orchestrator))
+            self._workers.append(self._launcher.start(plan.orchestrator))
         for trainer in plan.trainers:
             self.trainers.append(self._launcher.start(trainer))
+            self._workers.append(self.trainers[-1])
         # Drops findings that an earlier attempt has reported. Earlier steps are read while the processes load.
         self._examine(rollouts=False)
 
@@ -212,11 +213,6 @@ class RunDriver(Generic[PlanT, ProcessT]):
             return self._examination.advance(rollouts=rollouts)
         except (ExpectedError, OSError):  # the run does not depend on its examination
             return []
-
-    @property
-    def _workers(self) -> list[ProcessT]:
-        """Return the processes that end by themselves when their work is done."""
-        return [*self._orchestrator, *self.trainers]
 
     @property
     def _trainers_ended(self) -> bool:
