@@ -106,9 +106,13 @@ def _precision(config: Config) -> Iterator[str]:
             "model.dtype = fp32: TransformerEngine has no attention kernel for packed sequences in fp32; set "
             "model.dtype to bf16 or fp16, or model.layers to local"
         )
-    if m.lora.r:
-        yield from _adapters(config)
-    yield from _loss_scale(config)
+    if m.lora.r and m.layers == "transformer_engine":
+        yield f"model.lora.r = {m.lora.r}: adapters need Megatron's local layers; set model.layers to local or auto"
+    if m.lora.r and m.fp8 != "none":
+        yield f"model.lora.r = {m.lora.r}: local layers have no FP8; set model.fp8 to none"
+    scale, name = config.optimizer.loss_scale, "optimizer.loss_scale"
+    if scale.smallest > scale.initial:
+        yield f"{name}.smallest = {scale.smallest:g}: is more than {name}.initial = {scale.initial:g}; lower it"
     if m.fp32_head and m.logits == "fused":
         yield "model.fp32_head = true: the fused head multiplies in model.dtype; set model.logits to stored"
 
@@ -139,17 +143,3 @@ def precision_notes(config: Config, *, local: bool) -> Iterator[str]:
     if on_cpu and "fp16" in (trainer, engine) and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
         name = "model.dtype" if trainer == "fp16" else "engine.dtype"
         yield f"warning: {name} = fp16: this CPU has no fp16 units, so fp16 is about 30 times as slow as bf16; use bf16"
-
-
-def _loss_scale(config: Config) -> Iterator[str]:
-    scale, name = config.optimizer.loss_scale, "optimizer.loss_scale"
-    if scale.smallest > scale.initial:
-        yield f"{name}.smallest = {scale.smallest:g}: is more than {name}.initial = {scale.initial:g}; lower it"
-
-
-def _adapters(config: Config) -> Iterator[str]:
-    m = config.model
-    if m.layers == "transformer_engine":
-        yield f"model.lora.r = {m.lora.r}: adapters need Megatron's local layers; set model.layers to local or auto"
-    if m.fp8 != "none":
-        yield f"model.lora.r = {m.lora.r}: local layers have no FP8; set model.fp8 to none"
