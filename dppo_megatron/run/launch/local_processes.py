@@ -19,7 +19,7 @@ from dppo_megatron.run.checks.devices import devices_needed, engine_devices, vis
 from dppo_megatron.run_dir import RunDir
 
 from .launcher import Launcher, RunPlan
-from .rank_environment import connection_environment, trace_environment
+from .rank_environment import connection_environment, torchrun_environment, trace_environment
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,20 +91,10 @@ def prepare_teachers(config: Config) -> dict[str, Path]:
 
 def rank_plans(config: Config, name: str, arguments: tuple[str, ...]) -> list[ProcessPlan]:
     """Return plans for `parallel.world_size` processes NAME-0, NAME-1, ... in a group, each with `arguments`."""
-    world_size = config.parallel.world_size
-    rendezvous = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        **cpu_threads(world_size),  # OMP_NUM_THREADS and OMP_WAIT_POLICY
-        **connection_environment(config),
-        **trace_environment(RunDir(config.run.dir)),
-    }
-    return [
-        ProcessPlan(f"{name}-{rank}", arguments, {**rendezvous, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(world_size)
-    ]
+    size, port = config.parallel.world_size, free_port()
+    common = cpu_threads(size) | connection_environment(config) | trace_environment(RunDir(config.run.dir))
+    variables = [torchrun_environment(rank, size, rank, size, "127.0.0.1", port) for rank in range(size)]
+    return [ProcessPlan(f"{name}-{rank}", arguments, common | added) for rank, added in enumerate(variables)]
 
 
 def engine_plans(config: Config, *, trains: bool = True) -> list[ProcessPlan]:

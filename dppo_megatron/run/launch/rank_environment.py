@@ -10,6 +10,14 @@ from dppo_megatron.rollout.engines.kinds import kind_of
 from dppo_megatron.run_dir import RunDir
 
 
+def torchrun_environment(
+    rank: int, size: int, local_rank: int, local_size: int, host: str, port: int
+) -> dict[str, str]:
+    """Return the variables with which torchrun starts a rank. All ranks meet at `host` and `port`."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return dict(zip(names, map(str, (rank, size, local_rank, local_size, host, port)), strict=True))
+
+
 def trace_environment(run: RunDir) -> dict[str, str]:
     """Return the variables that make every rank dump the last collectives to RUN/logs if a collective times out."""
     dumps = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_FR_DUMP_TEMP_FILE": f"{run.flight_recorder.absolute()}"}

@@ -23,7 +23,7 @@ from dppo_megatron.rollout.fleet.registry import engine_log, free_port, read_whe
 from dppo_megatron.run.checks import load_config
 from dppo_megatron.run.checks.devices import visible_devices
 from dppo_megatron.run.launch.local_processes import dppo_command
-from dppo_megatron.run.launch.rank_environment import connection_environment, trace_environment
+from dppo_megatron.run.launch.rank_environment import connection_environment, torchrun_environment, trace_environment
 from dppo_megatron.run.preflight.task import ProcessPlace, run_place
 from dppo_megatron.run_dir import RunDir
 
@@ -156,18 +156,8 @@ def trainer_environment(run: RunDir, task: Task, place: MasterAddress, *, bound:
 
     If `bound`, this process's CPUs belong only to this rank. Otherwise all ranks on the node share the CPUs.
     """
-    return (
-        trace_environment(run)
-        | cpu_threads(1 if bound else task.local_size)
-        | {
-            "RANK": str(task.rank),
-            "WORLD_SIZE": str(task.size),
-            "LOCAL_RANK": str(task.local_rank),
-            "LOCAL_WORLD_SIZE": str(task.local_size),
-            "MASTER_ADDR": place.host,
-            "MASTER_PORT": str(place.port),
-        }
-    )
+    variables = torchrun_environment(task.rank, task.size, task.local_rank, task.local_size, place.host, place.port)
+    return trace_environment(run) | cpu_threads(1 if bound else task.local_size) | variables
 
 
 def engine_environment(config: Config, index: int, first_gpu: int) -> dict[str, str]:
