@@ -6,10 +6,11 @@ A feature's limits and sizes may stay when the feature is switched off, because 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from dppo_megatron.config import Config
 from dppo_megatron.errors import shown
+
+from .resume import flat
 
 # Setting or section -> (whether it has an effect, why not). `{.a.b}` is replaced by the value of setting a.b.
 _NEEDS: dict[str, tuple[Callable[[Config], object], str]] = {
@@ -46,7 +47,7 @@ _ONLY_EVAL: tuple[tuple[tuple[str, ...], Callable[[Config], object], str], ...] 
 
 
 def problems(config: Config) -> Iterator[str]:
-    for name, value in _changed(config.model_dump(mode="json", exclude_defaults=True)):
+    for name, value in _changed(config):
         for part, (has_effect, reason) in _NEEDS.items():
             if f"{name}.".startswith(f"{part}.") and not has_effect(config):
                 yield f"{name} = {value}: {reason.format(config)}, so it has no effect; remove it"
@@ -54,17 +55,14 @@ def problems(config: Config) -> Iterator[str]:
 
 def notes(config: Config) -> Iterator[str]:
     """Yield warnings about settings that only an evaluation of the run's model reads, not the run."""
-    changed = dict(_changed(config.model_dump(mode="json", exclude_defaults=True)))
+    changed = dict(_changed(config))
     for parts, has_effect, reason in _ONLY_EVAL:
         if (unread := [name for name in changed if f"{name}.".startswith(parts)]) and not has_effect(config):
             named = ", ".join(f"{name} = {changed[name]}" for name in unread)
             yield f"warning: {named}: {reason}; only `dppo-megatron eval` reads this setting"
 
 
-def _changed(tree: dict[str, Any], section: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the name and value of each setting."""
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from _changed(value, f"{section}{name}.")
-        else:
-            yield section + name, f"{value:g}" if isinstance(value, float) else shown(value)
+def _changed(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield the name and value of each setting that is not the default."""
+    for name, value in flat(config.model_dump(mode="json", exclude_defaults=True)):
+        yield name, f"{value:g}" if isinstance(value, float) else shown(value)

@@ -96,7 +96,7 @@ def record(config: Config) -> None:
     config, run = with_absolute_paths(config), RunDir(config.run.dir)
     save_resolved(config, run.config)
     digests = read_as(Digests, run.files) or {}  # digests of files that this machine does not have are kept
-    for key, path in _flat(config.model_dump()):
+    for key, path in flat(config.model_dump()):
         if isinstance(path, Path) and not _resumable(key) and (files := contents(key, path)):
             digests[key] = files
     write_json(run.files, digests, indent=1)
@@ -107,7 +107,7 @@ def changed_settings(config: Config, saved: Config) -> list[str]:
 
     A path may differ if the files there are the files that `record` read.
     """
-    old, new = (dict(_flat(with_absolute_paths(c).model_dump(mode="json"))) for c in (saved, config))
+    old, new = (dict(flat(with_absolute_paths(c).model_dump(mode="json"))) for c in (saved, config))
     recorded, out = read_as(Digests, RunDir(config.run.dir).files) or {}, []
     for key in sorted(key for key in {*old, *new} if not _resumable(key)):
         value, files = new.get(key), recorded.get(key)
@@ -132,7 +132,7 @@ def _resumable(key: str) -> bool:
     return any(fnmatchcase(key, allowed) or key.startswith(allowed + ".") for allowed in RESUMABLE_CHANGES)
 
 
-def _flat(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+def flat(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (name, value) of each setting in a tree. Sections in a list have numbers: data.more.0.path."""
     if isinstance(tree, (list, tuple)) and any(isinstance(part, dict) for part in tree):
         tree = dict(enumerate(tree))
@@ -140,7 +140,7 @@ def _flat(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield key, tree
         return
     for name, below in tree.items():
-        yield from _flat(below, f"{key}.{name}" if key else name)
+        yield from flat(below, f"{key}.{name}" if key else name)
 
 
 def contents(setting: str, path: Path) -> dict[str, str]:
