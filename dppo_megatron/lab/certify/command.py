@@ -48,11 +48,8 @@ def certify(
     checkpoint = config.model.weights if run is None else checkpoint_at(RunDir(run).checkpoints)
     lora = config.model.lora
     if lora.r and (checkpoint is not None or lora.adapter is not None):
-        raise ConfigError(
-            source,
-            [f"model.lora.r = {lora.r}: certify publishes no adapters; compare the run's merged model, RUN/model, as "
-             "model.path, with model.lora.r=0"],
-        )  # fmt: skip
+        remedy = "compare the run's merged model, RUN/model, as model.path, with model.lora.r=0"
+        raise ConfigError(source, [f"model.lora.r = {lora.r}: certify publishes no adapters; {remedy}"])
     engine: dict[str, Any] = {"count": 1, "urls": tuple(urls or config.engine.urls)[:1], "placement": "disaggregated"}
     if engine["urls"]:
         engine["secret_file"] = config.engine.secret_file or RunDir(config.run.dir).secret
