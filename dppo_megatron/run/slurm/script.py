@@ -50,17 +50,10 @@ def batch_script(config: Config, *, resume: bool, directory: Path) -> str:
     if not str(directory).isprintable() or "\\" in str(run.logs.absolute()):  # Slurm would keep %j unchanged
         place = f"run.dir = {run.root}, working directory = {directory}"
         raise ConfigError("batch script", [f"{place}: contains a line break or backslash; choose another"])
-    arguments = ["-m", "dppo_megatron", "slurm-job", str(run.config), *(["--resume"] if resume else [])]
-    return _TEMPLATES.get_template("train.sbatch.j2").render(
-        site=False,
-        name=config.run.dir.name,
-        directory=directory,
-        output=str(run.logs.absolute()).replace("%", "%%") + "/slurm-%j.out",
-        groups=_node_groups(config.slurm),
-        requeues=True,
-        slurm=config.slurm,
-        command=shlex.join([sys.executable, *arguments]),
-    )
+    command = [sys.executable, "-m", "dppo_megatron", "slurm-job", str(run.config), *(["--resume"] if resume else [])]
+    output = str(run.logs.absolute()).replace("%", "%%") + "/slurm-%j.out"
+    values = {"site": False, "directory": directory, "output": output, "command": shlex.join(command)}
+    return _script("train", config.run.dir.name, config.slurm, **values)
 
 
 def site_scripts() -> dict[str, str]:
@@ -71,17 +64,18 @@ def site_scripts() -> dict[str, str]:
     serving = [NodeGroup("", 1, "", "8", "engine.count is lowered to as many engines as fit")]
     converting = [NodeGroup("", 1, "", "", "")]
     return {
-        "train.sbatch": _site_script("train", "dppo", three_nodes, file="train.sbatch"),
-        "train_hetjob.sbatch": _site_script("train", "dppo", two_kinds, file="train_hetjob.sbatch"),
-        "sweep.sbatch": _site_script("sweep", "dppo-sweep", SlurmConfig(), output="slurm-%A_%a.out"),
-        "eval.sbatch": _site_script("eval", "dppo-eval", short, groups=serving, requeues=False),
-        "convert.sbatch": _site_script("convert", "dppo-convert", short, groups=converting, requeues=False),
+        "train.sbatch": _script("train", "dppo", three_nodes, file="train.sbatch"),
+        "train_hetjob.sbatch": _script("train", "dppo", two_kinds, file="train_hetjob.sbatch"),
+        "sweep.sbatch": _script("sweep", "dppo-sweep", SlurmConfig(), output="slurm-%A_%a.out"),
+        "eval.sbatch": _script("eval", "dppo-eval", short, groups=serving, requeues=False),
+        "convert.sbatch": _script("convert", "dppo-convert", short, groups=converting, requeues=False),
     }
 
 
-def _site_script(template: str, job: str, slurm: SlurmConfig, **values: Any) -> str:
-    common = {"site": True, "directory": None, "output": "slurm-%j.out", "requeues": True, "name": job, "slurm": slurm}
-    values = {**common, "groups": _node_groups(slurm), **values}
+def _script(template: str, name: str, slurm: SlurmConfig, **values: Any) -> str:
+    """Fill a template. `values` adds to the defaults, which suit a site's script, or replaces them."""
+    defaults = {"site": True, "directory": None, "output": "slurm-%j.out", "requeues": True}
+    values = {"name": name, "slurm": slurm, "groups": _node_groups(slurm), **defaults, **values}
     return _TEMPLATES.get_template(f"{template}.sbatch.j2").render(values)
 
 
