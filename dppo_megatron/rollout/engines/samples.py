@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -57,14 +57,14 @@ class GroupSamples:
         if request.scored and not np.array_equal(self.token_ids, request.token_ids[1:]):
             raise InvalidSample(f"group {request.request_id}: the scored tokens differ from the ones that were sent")
         check.tokens((self.token_ids < 0) | (self.token_ids >= vocab_size), f"token id outside [0, {vocab_size})")
-        self._check_logprobs(check)
+        _check_logprobs(check, self.columns)
         check.tokens(self.columns["versions"] < 0, "token carries no policy version")
         if not request.scored:
             self._check_ends(request, check, max_model_len)
         if request.sampling_mask:
             self._check_mask(check, vocab_size)
         if request.topk:
-            self._check_topk(check, vocab_size)
+            _check_topk(check, self.token_ids, self.columns, vocab_size)
         if request.routed_experts:
             experts = np.sort(self.columns["routed_experts"], axis=2)
             if (experts[:, :, 1:] == experts[:, :, :-1]).any():
@@ -105,34 +105,6 @@ class GroupSamples:
         check.tokens(is_stop & ~is_last, "more tokens follow a stop token")
         check.tokens(is_last & stopped & ~is_stop, "finish reason is stop but the last token is not a stop token")
 
-    def check_lists(self, name: str, vocab_size: int) -> None:
-        """Raise `InvalidSample` unless log-probs and top-K lists fit a distribution. Errors name the group `name`."""
-        self._check_logprobs(_Check(name, self.lengths))
-        self._check_topk(_Check(name, self.lengths), vocab_size)
-
-    def _check_logprobs(self, check: _Check) -> None:
-        logprob = self.columns["rollout_logprob"]
-        check.tokens(~np.isfinite(logprob), "log-prob is missing or not finite")
-        check.tokens(logprob > LOGPROB_TOLERANCE, "log-prob above 0")
-
-    def _check_topk(self, check: _Check, vocab_size: int) -> None:
-        ids, logprobs = self.columns["topk_ids"], self.columns["rollout_topk_logprob"]
-        valid = np.ones(ids.shape, dtype=bool)
-        if (counts := self.columns.get("sampling_mask_counts")) is not None:  # other tokens have probability 0
-            places = np.arange(ids.shape[1])
-            valid = places < counts[:, None]
-            check.tokens(((ids >= 0) != valid).any(1), "the top K are more or fewer than the tokens of its mask")
-            ids, logprobs = np.where(valid, ids, vocab_size + places), np.where(valid, logprobs, np.float32(-1e30))
-            check.tokens((valid & ~self._in_mask(ids, vocab_size)).any(1), "a top-K id is not in the sampling mask")
-        check.tokens(np.any(valid & ((ids < 0) | (ids >= vocab_size)), axis=1), f"top-K id outside [0, {vocab_size})")
-        check.tokens(~np.isfinite(logprobs).all(1), "top-K log-prob is missing or not finite")
-        check.tokens(np.any(np.diff(logprobs, axis=1) > LOGPROB_TOLERANCE, axis=1), "top-K log-probs are not in order")
-        check.tokens(np.exp(logprobs).sum(1) > 1 + 1e-3, "top-K probabilities sum to more than 1")
-        check.tokens((np.diff(np.sort(ids, axis=1), axis=1) == 0).any(1), "an id is in the top K twice")
-        sampled = ids == self.token_ids[:, None]
-        differs = sampled & (np.abs(logprobs - self.columns["rollout_logprob"][:, None]) > LOGPROB_TOLERANCE)
-        check.tokens(differs.any(1), "top-K log-prob of the sampled token differs from its own")
-
     def _check_mask(self, check: _Check, vocab_size: int) -> None:
         ids, counts = self.columns["sampling_mask_ids"], self.columns["sampling_mask_counts"]
         check.tokens(counts < 1, "the sampling mask is empty")
@@ -144,17 +116,8 @@ class GroupSamples:
         unordered = np.diff(ids, prepend=-1) <= 0
         unordered[starts] = False
         check.tokens(np.logical_or.reduceat(unordered, starts), "sampling mask ids are not ascending")
-        in_mask = self._in_mask(self.token_ids[:, None], vocab_size)[:, 0]
+        in_mask = _in_mask(self.columns, self.token_ids[:, None], vocab_size)[:, 0]
         check.tokens(~in_mask, "the sampled token is not in the sampling mask")
-
-    def _in_mask(self, ids: np.ndarray, vocab_size: int) -> np.ndarray:
-        """Return [S, n] bool: whether each of ids [S, n] is in the sampling mask at that position."""
-        tokens = np.arange(len(ids), dtype=np.int64)
-        width = vocab_size + ids.shape[1]
-        # Each (position, id) pair becomes an integer. Mask integers ascend, so a single search finds all ids.
-        mask_keys = np.repeat(tokens, self.columns["sampling_mask_counts"]) * width + self.columns["sampling_mask_ids"]
-        keys = tokens[:, None] * width + ids
-        return mask_keys[np.searchsorted(mask_keys, keys).clip(max=len(mask_keys) - 1)] == keys
 
 
 def parse_version(label: str) -> int:
@@ -177,6 +140,16 @@ def check_scores(subject: str, logprobs: np.ndarray | None, expected: int) -> np
     if not (np.isfinite(logprobs).all() and (logprobs <= LOGPROB_TOLERANCE).all()):
         raise InvalidSample(f"{subject}: log-probs not finite or above 0: {logprobs}")
     return logprobs
+
+
+def check_lists(name: str, token_ids: np.ndarray, columns: Mapping[str, np.ndarray]) -> None:
+    """Raise `InvalidSample` unless log-probs and top-K lists of one sample fit a distribution, over any vocabulary.
+
+    Errors name the group `name`.
+    """
+    check = _Check(name, np.array([len(token_ids)]))
+    _check_logprobs(check, columns)
+    _check_topk(check, token_ids, columns, 2**31 - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,3 +176,38 @@ class _Check:
                 f"group {self.request_id}, sample {int(np.argmax(wrong))}: {message} "
                 f"({int(wrong.sum())} of {len(wrong)} samples)"
             )
+
+
+def _check_logprobs(check: _Check, columns: Mapping[str, np.ndarray]) -> None:
+    logprob = columns["rollout_logprob"]
+    check.tokens(~np.isfinite(logprob), "log-prob is missing or not finite")
+    check.tokens(logprob > LOGPROB_TOLERANCE, "log-prob above 0")
+
+
+def _check_topk(check: _Check, token_ids: np.ndarray, columns: Mapping[str, np.ndarray], vocab_size: int) -> None:
+    ids, logprobs = columns["topk_ids"], columns["rollout_topk_logprob"]
+    valid = np.ones(ids.shape, dtype=bool)
+    if (counts := columns.get("sampling_mask_counts")) is not None:  # other tokens have probability 0
+        places = np.arange(ids.shape[1])
+        valid = places < counts[:, None]
+        check.tokens(((ids >= 0) != valid).any(1), "the top K are more or fewer than the tokens of its mask")
+        ids, logprobs = np.where(valid, ids, vocab_size + places), np.where(valid, logprobs, np.float32(-1e30))
+        check.tokens((valid & ~_in_mask(columns, ids, vocab_size)).any(1), "a top-K id is not in the sampling mask")
+    check.tokens(np.any(valid & ((ids < 0) | (ids >= vocab_size)), axis=1), f"top-K id outside [0, {vocab_size})")
+    check.tokens(~np.isfinite(logprobs).all(1), "top-K log-prob is missing or not finite")
+    check.tokens(np.any(np.diff(logprobs, axis=1) > LOGPROB_TOLERANCE, axis=1), "top-K log-probs are not in order")
+    check.tokens(np.exp(logprobs).sum(1) > 1 + 1e-3, "top-K probabilities sum to more than 1")
+    check.tokens((np.diff(np.sort(ids, axis=1), axis=1) == 0).any(1), "an id is in the top K twice")
+    sampled = ids == token_ids[:, None]
+    differs = sampled & (np.abs(logprobs - columns["rollout_logprob"][:, None]) > LOGPROB_TOLERANCE)
+    check.tokens(differs.any(1), "top-K log-prob of the sampled token differs from its own")
+
+
+def _in_mask(columns: Mapping[str, np.ndarray], ids: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Return [S, n] bool: whether each of ids [S, n] is in the sampling mask at that position."""
+    tokens = np.arange(len(ids), dtype=np.int64)
+    width = vocab_size + ids.shape[1]
+    # Each (position, id) pair becomes an integer. Mask integers ascend, so a single search finds all ids.
+    mask_keys = np.repeat(tokens, columns["sampling_mask_counts"]) * width + columns["sampling_mask_ids"]
+    keys = tokens[:, None] * width + ids
+    return mask_keys[np.searchsorted(mask_keys, keys).clip(max=len(mask_keys) - 1)] == keys

@@ -29,7 +29,7 @@ from dppo_megatron.data.rows import column
 from dppo_megatron.rollout.engines import protocol
 from dppo_megatron.rollout.engines.http import EngineCalls, decoded
 from dppo_megatron.rollout.engines.kinds import kind_of
-from dppo_megatron.rollout.engines.samples import GroupSamples
+from dppo_megatron.rollout.engines.samples import check_lists
 from dppo_megatron.rollout.engines.secret import read_secret
 from dppo_megatron.rollout.engines.teachers import teacher_config
 from dppo_megatron.rollout.fleet.registry import engine_services
@@ -205,5 +205,5 @@ def _checked(tokens: list[int], k: int, logprobs: list, lists: list) -> Scores:
     pairs, target_ids = np.array(lists, np.float64).reshape(len(tokens) - 1, k, 2), np.array(tokens[1:], np.int32)
     scores = {"rollout_logprob": np.array(logprobs, np.float32), "topk_ids": pairs[:, :, 0].astype(np.int32)}
     scores["rollout_topk_logprob"] = pairs[:, :, 1].astype(np.float32)
-    GroupSamples(np.array([len(target_ids)]), ("stop",), target_ids, scores).check_lists("its list", 2**31 - 1)
+    check_lists("its list", target_ids, scores)
     return scores
