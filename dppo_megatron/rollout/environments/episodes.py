@@ -15,6 +15,7 @@ import numpy as np
 
 from dppo_megatron.bank.journal import FinishedTurns, Journals
 from dppo_megatron.common.deadline import time_limit
+from dppo_megatron.common.tasks import results_of
 from dppo_megatron.config import Config
 from dppo_megatron.data.prompts import prompt_messages, render_chat
 from dppo_megatron.data.rows import column
@@ -120,12 +121,7 @@ class Episodes:
             TrajectoryRequest(prompt, first_request, rewards, finished_turns, order, recorded)
             for first_request, finished_turns in zip(first_requests, turns, strict=True)
         ]
-        tasks = [asyncio.create_task(self._trajectory(spec)) for spec in specs]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:  # if one trajectory failed, the others are still running
-                task.cancel()
+        return await results_of([asyncio.create_task(self._trajectory(spec)) for spec in specs])
 
     def take_metrics(self) -> dict[str, float]:
         """Return the trajectory metrics since the last call."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from dppo_megatron.common.files import append_json_line
 from dppo_megatron.common.progress import show_progress
+from dppo_megatron.common.tasks import results_of
 from dppo_megatron.config import Config
 from dppo_megatron.config.task import HELDOUT, EvalSet
 from dppo_megatron.report.heldout import describe
@@ -106,21 +107,16 @@ class Evaluator:
         )
         if answers.records:
             log.info("%s: %d of %d prompts were answered before", name, len(answers.records), len(eval_set.prompts))
-        running = asyncio.gather(
-            *(
-                self._answer(name, version, prompt, sampler, answers)
-                for prompt in eval_set.prompts
-                if prompt.position not in answers.records
-            )
-        )
+        running = [
+            asyncio.create_task(self._answer(name, version, prompt, sampler, answers))
+            for prompt in eval_set.prompts
+            if prompt.position not in answers.records
+        ]
         return asyncio.create_task(self._record(name, answers, running))
 
-    async def _record(self, name: str, answers: SavedAnswers, running: asyncio.Future[Any]) -> dict[str, float]:
+    async def _record(self, name: str, answers: SavedAnswers, running: list[asyncio.Task[None]]) -> dict[str, float]:
         started = time.monotonic()
-        try:
-            await running
-        finally:
-            running.cancel()  # if one failed, cancel the others
+        await results_of(running)
         seconds = time.monotonic() - started
         records = [answers.records[position] for position in sorted(answers.records)]
         oldest = min(sample["versions"][0] for record in records for sample in record["samples"])
@@ -213,11 +209,7 @@ class Evaluator:
 
 
 async def _gather(running: Mapping[str, asyncio.Task[dict[str, float]]]) -> dict[str, dict[str, float]]:
-    try:
-        return dict(zip(running, await asyncio.gather(*running.values()), strict=True))
-    finally:
-        for task in running.values():
-            task.cancel()
+    return dict(zip(running, await results_of(running.values()), strict=True))
 
 
 def scores(name: str, eval_set: EvalSet, records: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, float]:

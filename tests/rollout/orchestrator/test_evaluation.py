@@ -27,8 +27,8 @@ def config(tmp_path):
     return orchestrator.sampling_config(tmp_path / "run", sets=SETS)
 
 
-def evaluate(config, engine, policy="a", *, count=5, names=("aime", "math")):
-    """Run one evaluation of policy 0; an error of `engine` ends it."""
+def evaluate(config, engine, policy="a", *, count=5, names=("aime", "math"), then_s=0.0):
+    """Run one evaluation of policy 0; an error of `engine` ends it. The event loop runs for `then_s` longer."""
     PublishedPolicy(0, "unused", 0.0).write(engine.published)
     directory = config.run.dir
     (directory / "records.jsonl").unlink(missing_ok=True)
@@ -44,7 +44,10 @@ def evaluate(config, engine, policy="a", *, count=5, names=("aime", "math")):
     )
 
     async def main():
-        return await evaluator.start(0, policy, Sampler(FixedEngines([engine])))
+        try:
+            return await evaluator.start(0, policy, Sampler(FixedEngines([engine])))
+        finally:
+            await asyncio.sleep(then_s)
 
     return asyncio.run(main())
 
@@ -117,6 +120,19 @@ def test_an_evaluation_that_was_killed_goes_on_and_reports_the_same(config, tmp_
         assert sorted(path.read_text().splitlines()) == sorted(other.read_text().splitlines())
     head = json.loads((config.run.dir / "answers/aime/v000000.json").read_text())
     assert without_seconds({"": head["metrics"]})[""] == {"step": 0, **without_seconds(expected)["aime"]}
+
+
+def test_a_failed_answer_ends_the_others(config):
+    failing = "eval-0-aime-0-0"
+    engine = engine_of(
+        config,
+        delay=lambda request: 0.05 * (request.request_id != failing),
+        fails=lambda request: Stopped() if request.request_id == failing else None,
+    )
+    with pytest.raises(Stopped):
+        evaluate(config, engine, names=("aime",), then_s=0.2)
+    assert len(engine.requests) > 1
+    assert (config.run.dir / "answers/aime/v000000.jsonl").read_text() == ""
 
 
 def test_answers_of_another_policy_or_of_other_settings_do_not_count(config):
