@@ -12,7 +12,7 @@ from dppo_megatron.types import ENVIRONMENT, INHERITED, POLICY, Rollout, join_co
 
 from .interface import Message
 from .tool_messages import ChatMessage, assistant_message, render_turns
-from .tools import MARKS, parse_turn, tool_calls
+from .tools import MARKS, turn_parts
 
 Render = Callable[[Sequence[ChatMessage]], str]
 """Returns a chat as the model reads it, up to the start of its answer."""
@@ -74,9 +74,9 @@ class Dialogue:
             return False
         # A template expects a turn without the token that ended it.
         last = self.codec.decode(branch[-1].token_ids[:-1], skip_special_tokens=False)
-        reasoning, content, _ = parse_turn(last, True)
+        reasoning, content, calls = turn_parts(last, offered=True)
         ids = (message["tool_call_id"] for message in replies if "tool_call_id" in message)
-        sent = assistant_message(content, zip(ids, tool_calls(last), strict=False))
+        sent = assistant_message(content, zip(ids, calls, strict=False))
         self._sent[len(self.messages)] = sent if content else sent | {"thinking": reasoning}  # gpt-oss takes only one
         self.messages += [assistant_message(last), *({**message} for message in replies)]
         messages = [self._sent.get(place, message) for place, message in enumerate(self.messages)]

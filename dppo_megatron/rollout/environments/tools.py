@@ -78,22 +78,16 @@ def tool_calls(text: str, tools: Sequence[Tool] = ()) -> list[ToolCall]:
     return turn_parts(text, True, tools)[2]
 
 
-def parse_turn(text: str, offered: bool, tools: Sequence[Tool] = ()) -> tuple[str, str, tuple[ToolCall, ...]]:
-    """Split a turn into (reasoning, content, calls). Text that is not a valid call stays content.
-
-    `offered` states whether the policy has tools.
-    """
-    reasoning, content, calls = turn_parts(text, offered, tools)
-    return reasoning, content, tuple(call for call in calls if not call.problem)
-
-
 def opened_reasoning(prompt: str) -> str:
     """Return the mark with which a prompt opens the next turn's reasoning, else ""."""
     return next((mark for mark in _THINK if prompt.rstrip().endswith(mark)), "")
 
 
-def turn_parts(text: str, offered: bool, tools: Sequence[Tool]) -> tuple[str, str, list[ToolCall]]:
-    """Split a turn as `parse_turn` does, but also return calls that have a problem."""
+def turn_parts(text: str, offered: bool, tools: Sequence[Tool] = ()) -> tuple[str, str, list[ToolCall]]:
+    """Split a turn into (reasoning, content, calls). Calls include malformed ones, whose text also stays content.
+
+    `offered` states whether the policy has tools.
+    """
     text = _MESSAGE.sub(_without_channels, text)
     parts: tuple[list[str], list[str]] = [], []  # content, reasoning
     calls: list[ToolCall] = []

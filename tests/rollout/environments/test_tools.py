@@ -12,7 +12,7 @@ import pytest
 from dppo_megatron.data.prompts import render_chat
 from dppo_megatron.rollout.environments.dialogue import Dialogue, Piece
 from dppo_megatron.rollout.environments.tool_messages import tools_problem
-from dppo_megatron.rollout.environments.tools import Tools, opened_reasoning, parse_turn, tool_calls
+from dppo_megatron.rollout.environments.tools import Tools, opened_reasoning, tool_calls, turn_parts
 from dppo_megatron.rollout.environments.worker import _Host
 from dppo_megatron.types import ENVIRONMENT
 from tests.rollout.environments.test_dialogue import sampled
@@ -51,15 +51,15 @@ def test_calls_of_every_family_are_read_but_not_in_reasoning(form):
         shown = "<|start|>assistant<|channel|>final<|message|>No." if "<|channel|>" in thought else "No."
         draft = call.removeprefix("<|start|>assistant")
         assert tool_calls((thought % f"I may call {draft} but no.") + shown, TOOLS) == []
-        assert parse_turn((thought % draft) + shown, True)[1:] == ("No.", ())
+        assert turn_parts((thought % draft) + shown, True)[1:] == ("No.", [])
         real = call if form == GPT_OSS else shown.removesuffix("No.") + call
         assert [(c.name, c.arguments, c.problem) for c in tool_calls((thought % draft) + real, TOOLS)] == [
             ("price", {"product": "tea"}, "")
         ]
-        assert parse_turn((thought % "hm") + real, True)[:2] == ("hm", "")
+        assert turn_parts((thought % "hm") + real, True)[:2] == ("hm", "")
     for unfinished in ("<think>", "[THINK]", "<|channel|>analysis<|message|>"):
         assert tool_calls(f"{unfinished}I may call {call.removeprefix('<|start|>assistant')} but") == []
-    assert parse_turn(call, False)[2] == ()
+    assert turn_parts(call, False)[2] == []
 
 
 @pytest.mark.parametrize("form", [form for form in JSON if form != LLAMA])
@@ -92,7 +92,8 @@ def test_a_malformed_call_leaves_the_other_one(form):
     good, bad = form % '{"product": "tea"}', form % '{"product": "tea"'
     for turn in (good + bad, bad + good):
         assert sorted(bool(call.problem) for call in tool_calls(turn)) == [False, True]
-        _, content, (call,) = parse_turn(turn, True)
+        _, content, calls = turn_parts(turn, True)
+        (call,) = (call for call in calls if not call.problem)
         assert call.arguments == {"product": "tea"}
         assert '{"product": "tea"' in content
     with pytest.raises(ValueError, match="not JSON"):
