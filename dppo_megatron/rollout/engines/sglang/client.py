@@ -75,38 +75,27 @@ class SglangEngine(SglangWeights):
         sent = dataclasses.replace(request, request_id=f"{request.request_id}~{uuid4().hex[:8]}")
         scored = encode_score(request.token_ids.tolist(), request.topk)
         body = scored if request.scored else encode_group(sent, min(request.max_tokens, longest))
-        with ReplySlot(self._budget) as slot:
-            return await self._sampled(action, request, sent, body, limits, slot)
-
-    async def _sampled(
-        self,
-        action: str,
-        request: GenerateRequest,
-        sent: GenerateRequest,
-        body: Any,
-        limits: EngineInfo,
-        slot: ReplySlot,
-    ) -> tuple[Rollout, ...]:
         self._running[request.request_id] = sent
-        try:
-            reply = await self._calls.call(
-                action,
-                "/generate",
-                self._generate_timeout_s,
-                body=body,
-                timeout_remedy=REQUEST_TIMEOUT_REMEDY,
-                slot=slot,
-            )
-        except (asyncio.CancelledError, EngineTimeout):
-            with contextlib.suppress(EngineError):
-                await self.abort(request.request_id)  # the server does not notice the disconnection at once
-            raise
-        finally:
-            del self._running[request.request_id]
-        try:
-            samples = await decoded(self._decode_samples, reply, request, sent, limits)
-        except (ValueError, InvalidSample) as error:
-            raise InvalidSample(f"engine {self.url}: {action}: {error}") from None
+        with ReplySlot(self._budget) as slot:
+            try:
+                reply = await self._calls.call(
+                    action,
+                    "/generate",
+                    self._generate_timeout_s,
+                    body=body,
+                    timeout_remedy=REQUEST_TIMEOUT_REMEDY,
+                    slot=slot,
+                )
+            except (asyncio.CancelledError, EngineTimeout):
+                with contextlib.suppress(EngineError):
+                    await self.abort(request.request_id)  # the server does not notice the disconnection at once
+                raise
+            finally:
+                del self._running[request.request_id]
+            try:
+                samples = await decoded(self._decode_samples, reply, request, sent, limits)
+            except (ValueError, InvalidSample) as error:
+                raise InvalidSample(f"engine {self.url}: {action}: {error}") from None
         return samples.rollouts(len(request.token_ids))
 
     def _decode_samples(
