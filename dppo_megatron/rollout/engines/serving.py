@@ -38,6 +38,7 @@ class Node(NamedTuple):
 class EngineKind(ABC):
     """Describes a kind of server. By default it serves every setting. A problem is `setting = value: why; remedy`."""
 
+    package_version: str  # of the server; `internals.txt` lists the private names of this version that we use
     secret_variables: tuple[str, ...] = (SECRET_VARIABLE,)  # environment variables that contain the run's secret
     own_receiver = False  # whether workers receive broadcasts with our `WeightReceiver` instead of the server's code
     install = ""  # how to get an environment that has the server; appended to the error about a missing package

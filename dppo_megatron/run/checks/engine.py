@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from dppo_megatron.common.environment import child_environment
 from dppo_megatron.config import Config
-from dppo_megatron.rollout.engines.internals import names_of
 from dppo_megatron.rollout.engines.kinds import kind_of
 
 if TYPE_CHECKING:
@@ -216,7 +215,7 @@ def environment_problems(config: Config, *, elsewhere: bool = False) -> list[str
     remedy = f"install {name} there, or set engine.python to the interpreter of an environment that has it"
     remedy += kind.install
     cuda = config.slurm.gpus_per_node > 0 if elsewhere else device_here() == "cuda"
-    packages = {f"{name}=={names_of(name)[0]}": f"engine.kind = {name}: {{python}} has no {{package}}; {remedy}"}
+    packages = {f"{name}=={kind.package_version}": f"engine.kind = {name}: {{python}} has no {{package}}; {remedy}"}
     try:
         for package, problem in (packages | kind.more_packages(config, cuda=cuda)).items():
             if not _finds(python, package):

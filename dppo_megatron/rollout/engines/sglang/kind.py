@@ -40,6 +40,7 @@ CPU_ENVIRONMENT = Path(__file__).parent / "cpu"
 
 
 class Sglang(EngineKind):
+    package_version = "0.5.23"
     install = "; `make sglang` builds one for the CPU in .venv-sglang"
 
     def client(self, config: Config, url: str, budget: ByteBudget | None) -> Engine:

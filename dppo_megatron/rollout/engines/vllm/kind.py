@@ -37,6 +37,7 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that --max-lor
 
 
 class Vllm(EngineKind):
+    package_version = "0.32"
     secret_variables = (SECRET_VARIABLE, "VLLM_API_KEY")
     own_receiver = True  # `extension/receiver.py`
 

@@ -1,7 +1,7 @@
 """List the private names that we use in a server package, and check them against the installed version.
 
-`vllm/internals.txt` and `sglang/internals.txt` contain the names. Depends only on the standard library, because the
-SGLang environment also runs this file, by path.
+The `internals.txt` of each kind of engine contains the names. Depends only on the standard library, because the SGLang
+environment also runs this file, by path.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+ENGINES = Path(__file__).parents[2] / "dppo_megatron/rollout/engines"
 _LINE = re.compile(r"(?P<path>[\w.:]+)(?:\((?P<passed>.*?)\))?(?:\[(?P<read>.*?)\])?  (?P<why>.+)")
 
 
@@ -44,21 +45,19 @@ class Internal(NamedTuple):
         return None
 
 
-def names_of(kind: str) -> tuple[str, list[str], list[Internal]]:
-    """Return the pinned version, the public modules and the private names in the internals.txt of `kind`."""
-    version, public, names = "", [], []
-    for line in (Path(__file__).parent / kind / "internals.txt").read_text().splitlines():
+def names_of(kind: str) -> tuple[list[str], list[Internal]]:
+    """Return the public modules and the private names in the internals.txt of `kind`."""
+    public, names = [], []
+    for line in (ENGINES / kind / "internals.txt").read_text().splitlines():
         word, _, rest = line.partition(" ")
-        if word == "version":
-            version = rest
-        elif word == "public":
+        if word == "public":
             public = rest.split()
         elif word != "#":
             if (match := _LINE.fullmatch(line)) is None:
                 raise ValueError(f"{kind}/internals.txt: {line!r} is not a name and its use")
             passed, attributes = (None if match[part] is None else _items(match[part]) for part in ("passed", "read"))
             names.append(Internal(match["path"], match["why"], passed, attributes or ()))
-    return version, public, names
+    return public, names
 
 
 def _items(text: str) -> tuple[str, ...]:
@@ -84,5 +83,5 @@ def _has(cls: Any, name: str) -> bool:
 
 
 if __name__ == "__main__":  # prints the problem with each name for the given kind
-    del sys.path[0]  # this folder contains another `sglang`
-    print(json.dumps({entry.path: entry.problem() for entry in names_of(sys.argv[1])[2]}))
+    del sys.path[0]  # the server must not import modules of this folder
+    print(json.dumps({entry.path: entry.problem() for entry in names_of(sys.argv[1])[1]}))
