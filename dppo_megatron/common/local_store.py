@@ -1,4 +1,4 @@
-"""Define the store where ranks meet and agree. SGLang loads this file by path, without the package."""
+"""Define the store where ranks meet and agree. Depends only on torch, because SGLang servers import it, too."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ filler. If a whole tensor takes no more space than gaps and values, the whole te
 Base and deltas therefore define the weights, regardless of the weights in the engine that reads them. `Version` reads
 the model and applies the deltas in order, v0 (model) <- v1 <- v2. `PrefetchedVersion` does so before the engine pauses.
 
-Depends only on torch and safetensors and on no other module, because an SGLang server loads this file by path.
+Depends only on torch and safetensors, because SGLang servers import this module, too.
 """
 
 from __future__ import annotations

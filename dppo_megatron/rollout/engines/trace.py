@@ -1,7 +1,6 @@
 """Record the values inside a forward pass of a served model with hooks, under the trainer's names.
 
-vLLM and SGLang use the same module names. Depends only on torch and on no other module, because an SGLang server loads
-this file by path.
+vLLM and SGLang use the same module names. Depends only on torch, because SGLang servers import this module, too.
 """
 
 from __future__ import annotations

@@ -170,7 +170,8 @@ def test_the_plug_in_of_sglang_hooks_operators_only_where_asked(monkeypatch, ask
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     hooks = sys.modules[names[-1]]
     hooks.HookRegistry, hooks.HookType = Mock(), types.SimpleNamespace(AROUND="around")
-    monkeypatch.delitem(sys.modules, "dppo_exact_server", raising=False)
+    hooking = "dppo_megatron.rollout.engines.sglang.plugin.exact_server"
+    monkeypatch.delitem(sys.modules, hooking)
     monkeypatch.delenv(exact.VARIABLE, raising=False)
     if asked:
         for name, value in operators()._exact.to_environment().items():
@@ -181,7 +182,7 @@ def test_the_plug_in_of_sglang_hooks_operators_only_where_asked(monkeypatch, ask
     plugin.register()
     targets = [call.args[0] for call in hooks.HookRegistry.register.call_args_list]
     assert any("Sampler.forward" in target for target in targets) is asked
-    assert ("dppo_exact_server" in sys.modules) is asked
+    assert (hooking in sys.modules) is asked
 
 
 WORKER = """

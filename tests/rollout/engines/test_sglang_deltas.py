@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from dppo_megatron.rollout.engines.guard.asgi import ROOTS_VARIABLE
 from dppo_megatron.rollout.engines.sglang.plugin import dppo_sglang_plugin as plugin
+from dppo_megatron.weights import delta
 from tests.weights.test_delta import stored
 
 NAMES = [f"model.layers.{layer}.{part}.weight" for layer in (0, 1) for part in ("norm", "mlp.up_proj", "mlp.down_proj")]
@@ -53,12 +54,12 @@ class Server:
 
     def _load(self, updater, model_path: str, load_format: str) -> tuple[bool, str]:
         source = SimpleNamespace(model_or_path=model_path, prefix="")
-        original = lambda loader, source: plugin._ours("delta").Version(Path(source.model_or_path)).tensors()  # noqa: E731
+        original = lambda loader, source: delta.Version(Path(source.model_or_path)).tensors()  # noqa: E731
         self.holds = dict(plugin.weights_iterator(original, None, source))
         return True, "loaded"
 
     def is_at(self, directory: Path) -> bool:
-        expected = dict(plugin._ours("delta").Version(directory).tensors())
+        expected = dict(delta.Version(directory).tensors())
         return all(torch.equal(self.holds[name], tensor) for name, tensor in expected.items())
 
 
@@ -68,7 +69,7 @@ def test_a_version_that_was_read_ahead_is_loaded_without_a_second_read(versions,
         assert server.read(directory) == plugin.READ
         with monkeypatch.context() as patched:
             if directory != versions[0]:
-                patched.setattr(plugin._ours("delta"), "checksum", lambda tensor: pytest.fail("read in the pause"))
+                patched.setattr(delta, "checksum", lambda tensor: pytest.fail("read in the pause"))
             assert server.update(directory)[0]
         assert server.is_at(directory)
     assert server.update(versions[1])[0], "nothing was read ahead"

@@ -42,9 +42,8 @@ READ_AHEAD = "dppo_read_ahead"  # followed by the number of bytes to buffer at m
 HAS_READ = "dppo_has_read"
 STATE = "state"  # reply key; the value is READING, READ, or the error text
 READING, READ = "reading", "read"
-TRACE = Path(__file__).parents[2] / "trace.py"
-WEIGHTS = Path(__file__).parents[4] / "weights"  # the files there are loaded by path
-GUARD = Path(__file__).parents[2] / "guard" / "asgi.py"
+PACKAGE = Path(__file__).parents[4]
+TRACE, GUARD = "rollout.engines.trace", "rollout.engines.guard.asgi"
 ADAPTER_CONFIG = "adapter_config.json"
 POLICY = "policy"  # name of the only adapter in SGLang
 
@@ -63,9 +62,8 @@ def register() -> None:
     loader = "sglang.srt.model_loader.loader.DefaultModelLoader"
     manager = "sglang.srt.lora.lora_manager.LoRAManager"
     memory = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-    store = _loaded(WEIGHTS.parent / "common" / "local_store.py").LocalStore
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
-    rendezvous.TCPStore = store  # the schedulers, on one node, rendezvous in this store
+    rendezvous.TCPStore = _loaded("common.local_store").LocalStore  # of the schedulers, which are on one node
     HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker.handle", handle, HookType.AROUND)
     HookRegistry.register(f"{updater}.update_weights_from_disk", update_from_disk, HookType.AROUND)
     HookRegistry.register(f"{updates}.init_custom_process_group", join_group, HookType.AROUND)
@@ -75,8 +73,7 @@ def register() -> None:
     HookRegistry.register(f"{memory}.release_memory_occupation", release, HookType.AROUND)
     HookRegistry.register(f"{memory}.resume_memory_occupation", resume, HookType.AROUND)
     if EXACT in os.environ:
-        exact = _loaded(Path(__file__).parent / "exact_server.py")
-        exact.register(exact.operators())
+        _loaded("rollout.engines.sglang.plugin.exact_server").register()
 
 
 def handle(original: Original, checker: Any, action: str, *arguments: Any, role: Any, **options: Any) -> Any:
@@ -253,15 +250,14 @@ def _text(value: Any) -> str:
 
 
 def _ours(name: str) -> ModuleType:
-    """Load a module in the folder `weights` by file. The module must not import other modules of this package."""
-    return _loaded(WEIGHTS / f"{name}.py")
+    """Import a module in the folder `weights`."""
+    return _loaded(f"weights.{name}")
 
 
-def _loaded(file: Path) -> ModuleType:
-    """Load the module in `file` once, because a second copy would have other exception classes."""
-    name = f"dppo_{file.stem}"
-    if name not in sys.modules:
-        spec: Any = importlib.util.spec_from_file_location(name, file)
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
+def _loaded(name: str) -> ModuleType:
+    """Import a module of this package from the files around this file. It must depend only on torch and safetensors."""
+    if PACKAGE.name not in sys.modules:
+        spec: Any = importlib.util.spec_from_file_location(PACKAGE.name, PACKAGE / "__init__.py")
+        sys.modules[PACKAGE.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[PACKAGE.name])
+    return importlib.import_module(f"{PACKAGE.name}.{name}")

@@ -1,40 +1,26 @@
 """Make a stock SGLang server on a CPU compute products, attention and log-probs with `engines.exact`.
 
-This module is loaded, and SGLang is hooked, only if the server's environment requests `engine.exact`. dppo_megatron is
-not installed in the SGLang environment, so `operators` makes a package from the folders. This module imports only
-modules that depend only on torch.
+The plug-in imports this module, and SGLang is hooked, only if the server's environment requests `engine.exact`. It
+imports only modules that depend only on torch, because the SGLang environment lacks our other packages.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import pkgutil
-import sys
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-PACKAGE = Path(__file__).parents[4]
+from dppo_megatron.rollout.engines.exact import attend, from_environment
 
 
-def operators() -> Any:
-    """Return the operators that the server's environment requests."""
-    if PACKAGE.name not in sys.modules:
-        spec: Any = importlib.util.spec_from_file_location(PACKAGE.name, PACKAGE / "__init__.py")
-        sys.modules[PACKAGE.name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[PACKAGE.name])
-    from dppo_megatron.rollout.engines.exact import from_environment
-
-    return from_environment()
-
-
-def register(ours: Any) -> None:
+def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    ours = from_environment()
     backend = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
     hooks = {
         f"{backend}._run_sdpa_forward_extend": partial(attended, True),
@@ -77,8 +63,6 @@ def attended(extends: bool, original: Any, backend: Any, *passed: Tensor, scalin
 
     With `extends` requests have several new tokens, otherwise a single token each.
     """
-    from dppo_megatron.rollout.engines.exact import attend
-
     query, output, keys, values, slots, requests, lengths, *extend_lengths = passed
     counts = extend_lengths[1] if extends else torch.ones_like(lengths)
     places = slots[requests]  # [n, ...]: the cache slot at each position of a request
