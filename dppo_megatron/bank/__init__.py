@@ -1,8 +1,8 @@
 """Store finished groups in the rollout bank, an append-only, crash-safe directory.
 
 Every rollout reaches the trainer through the bank. The orchestrator has the only `BankWriter`; trainer ranks and tools
-use `BankReader`. Groups are trained in append order: step s trains on groups [s G, (s + 1) G).
-docs/bank.md describes the files.
+use `BankReader`. Opening a writer repairs what a crash cut off (`recovery`); a reader changes no file. Groups are
+trained in append order: step s trains on groups [s G, (s + 1) G). docs/bank.md describes the files.
 """
 
 from .earlier import EarlierSamples

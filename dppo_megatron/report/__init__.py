@@ -1,1 +1,1 @@
-"""Records a run with metrics, trackers, console progress, logs and the report."""
+"""Records a run: metrics, trackers, console progress, logs and the text report. The HTML page is `lab.view`."""

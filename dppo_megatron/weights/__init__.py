@@ -1,1 +1,1 @@
-"""Handle policy weights on disk and in transfer, with code that trainer and engines share."""
+"""Handle policy weights on disk and in transfer; trainer and engines share the code. `hf.families` names tensors."""

@@ -1,1 +1,1 @@
-"""Track a run's engines: the registry, engine health, and the policy version that each engine serves."""
+"""Track a run's engines: registry, health, and the policy version of each. `run.launch.driver` starts and restarts."""

@@ -1,1 +1,1 @@
-"""Starts, watches and ends the processes of a run: the driver, and a run on this machine."""
+"""Starts, watches, restarts and ends the processes of a run: the driver (here and on Slurm), a run on this machine."""

@@ -1,4 +1,4 @@
-"""Starts, watches and ends a run's processes, in the same way on this machine and on Slurm."""
+"""Starts, watches, restarts and ends a run's processes, in the same way on this machine and on Slurm."""
 
 from __future__ import annotations
 
