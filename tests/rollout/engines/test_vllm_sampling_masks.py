@@ -15,7 +15,7 @@ from vllm.logprobs import FlatLogprobs
 
 from dppo_megatron.rollout.engines.http import EngineCalls
 from dppo_megatron.rollout.engines.vllm.extension.experts import ExpertsReader
-from dppo_megatron.rollout.engines.vllm.extension.generation import _columns, _params, sample_group
+from dppo_megatron.rollout.engines.vllm.extension.generation import _columns, _flatten, _params, sample_group
 from dppo_megatron.rollout.engines.vllm.extension.routes import _reporting_errors
 from tests.support.engines import engine_config, group
 from tests.support.fakes.http_server import against, http
@@ -75,14 +75,15 @@ def test_a_group_that_the_engine_rejects_for_now_is_sent_again(tmp_path, error):
     assert against(engine_config(tmp_path / "model"), {"/route": replies}, send) == {}
 
 
-def test_log_probs_of_samples_become_columns_and_other_shapes_are_refused():
-    def flat(*ids: int) -> FlatLogprobs:
-        """K = 1: each position has the sampled token and the most likely one."""
-        made = FlatLogprobs()
-        for token in ids:
-            made.append_fast([token, 9], [-1.0, -0.5], [2, 1], [None, None])
-        return made
+def flat(*ids: int) -> FlatLogprobs:
+    """K = 1: each position has the sampled token and the most likely one."""
+    made = FlatLogprobs()
+    for token in ids:
+        made.append_fast([token, 9], [-1.0, -0.5], [2, 1], [None, None])
+    return made
 
+
+def test_log_probs_of_samples_become_columns_and_other_shapes_are_refused():
     ids, logprobs = _columns([flat(3, 4), flat(), flat(5)], [2, 0, 1], 1)
     assert ids.tolist() == [[3, 9], [4, 9], [5, 9]]
     assert (logprobs == [[-1.0, -0.5]] * 3).all()
@@ -90,6 +91,17 @@ def test_log_probs_of_samples_become_columns_and_other_shapes_are_refused():
     for positions in ([1, 1, 1], [2, 0]):
         with pytest.raises(ValueError, match="expected"):
             _columns([flat(3, 4), flat(), flat(5)], positions, 1)
+
+
+@pytest.mark.parametrize("ids", [(3, 5, 4), (4, 4, 5), (3, 4, 4)])
+def test_log_probs_of_other_tokens_than_the_sampled_ones_are_refused(ids):
+    def sample(reported: tuple[int, ...], *token_ids: int) -> SimpleNamespace:
+        return SimpleNamespace(token_ids=token_ids, logprobs=flat(*reported), weight_versions=[], finish_reason="stop")
+
+    same = _flatten([sample((3, 4), 3, 4), sample((5,), 5)], 1, {})
+    assert same.token_ids.tolist() == [3, 4, 5]
+    with pytest.raises(RuntimeError, match=r"log-probs at \d of 3 positions belong to other tokens"):
+        _flatten([sample(ids[:2], 3, 4), sample(ids[2:], 5)], 1, {})
 
 
 def reader(*, native: bool) -> ExpertsReader:

@@ -96,6 +96,7 @@ async def score(
     # Position 0 has no entry. Every other position has the prompt token and the K most likely tokens.
     shape = (len(token_ids) - 1, topk + 1)
     ids = np.array(flat.token_ids, np.int32).reshape(shape)
+    _check_owners(ids, token_ids[1:])
     logprobs = np.array(flat.logprobs, np.float32).reshape(shape)
     version = _versions([output.outputs[0].weight_versions or ()], np.ones(1, np.int32))
     columns = {"rollout_logprob": logprobs[:, 0], "versions": np.repeat(version, len(ids))}
@@ -178,6 +179,8 @@ def _flatten(samples: list[CompletionOutput], k: int, recorded: dict[str, np.nda
     lengths = np.asarray([len(sample.token_ids) for sample in samples], dtype=np.int32)
     reported = [sample.logprobs for sample in samples if isinstance(sample.logprobs, FlatLogprobs)]
     ids, logprobs = _columns(reported, lengths.tolist(), k)
+    token_ids = np.fromiter(chain.from_iterable(sample.token_ids for sample in samples), np.int32, lengths.sum())
+    _check_owners(ids, token_ids)
     # Column 0 is the sampled token. The K most likely tokens follow, with id -1 if they cannot be drawn.
     ids[np.isneginf(logprobs)] = -1
     versions = _versions([sample.weight_versions or () for sample in samples], lengths)
@@ -187,7 +190,7 @@ def _flatten(samples: list[CompletionOutput], k: int, recorded: dict[str, np.nda
     return GroupSamples(
         lengths=lengths,
         finish_reasons=tuple(sample.finish_reason or "" for sample in samples),
-        token_ids=np.fromiter(chain.from_iterable(sample.token_ids for sample in samples), np.int32, lengths.sum()),
+        token_ids=token_ids,
         columns=columns,
     )
 
@@ -202,6 +205,16 @@ def _columns(flat_logprobs: Sequence[FlatLogprobs], positions: Sequence[int], k:
     shape = (sum(positions), k + 1)
     ids = np.fromiter(chain.from_iterable(flat.token_ids for flat in flat_logprobs), np.int32).reshape(shape)
     return ids, np.fromiter(chain.from_iterable(flat.logprobs for flat in flat_logprobs), np.float32).reshape(shape)
+
+
+def _check_owners(ids: np.ndarray, token_ids: np.ndarray) -> None:
+    """Raise RuntimeError unless the first of the `ids` at each position, [positions, k + 1], is the token there."""
+    if (wrong := np.flatnonzero(ids[:, 0] != token_ids)).size:
+        place = int(wrong[0])
+        raise RuntimeError(
+            f"the log-probs at {len(wrong)} of {len(ids)} positions belong to other tokens, first at position {place}: "
+            f"{ids[place, 0]} instead of {token_ids[place]}"
+        )
 
 
 def _versions(spans: Sequence[Sequence[WeightVersionSpan]], lengths: np.ndarray) -> np.ndarray:
