@@ -51,7 +51,7 @@ class WorkerChannel:
                 raise InvalidReply(f"expected a reply, got {head[:TOKEN_BYTES]!r}")
         (size,) = _LENGTH.unpack(head[TOKEN_BYTES:])
         if largest is not None and size > largest:
-            raise InvalidReply(f"a reply of {size} bytes, more than {largest}")
+            raise InvalidReply(f"the reply has {size} bytes, more than {largest}")
         parts = []
         while size:
             parts.append(self._read(min(size, 1 << 20), deadline))
@@ -64,9 +64,9 @@ class WorkerChannel:
         try:
             reply = json.loads(payload)
         except (ValueError, RecursionError):
-            raise InvalidReply("a reply that is not JSON") from None
+            raise InvalidReply("the reply is not JSON") from None
         if not isinstance(reply, dict) or reply.get("number") != number:
-            raise InvalidReply("a reply to another request")
+            raise InvalidReply("the reply is for a different request")
         return reply
 
     @property

@@ -1,4 +1,4 @@
-"""Write small files and directories so that readers see all of them or nothing, also after a power failure.
+"""Write small files and directories so that readers see all of them or nothing, even after a power failure.
 
 A file is written under another name, flushed to the device and renamed. Then the directory, which contains the new
 name, is flushed. Without the first flush, a power failure may keep the new name but lose the bytes, and the file is
@@ -173,7 +173,7 @@ def adapter(kind: type[T]) -> TypeAdapter[T]:
 def parse_as(kind: type[T], content: bytes, source: object) -> T:
     """Return the dataclass with the fields in JSON `content`. Raises `DamagedFile` naming the source and the field."""
     try:
-        # typeshed: an lru_cache takes no type[T].
+        # typeshed: a function with lru_cache does not accept type[T].
         return adapter(kind).validate_json(content, strict=True)  # type: ignore[arg-type]
     except ValidationError as error:
         first = error.errors()[0]

@@ -1,4 +1,4 @@
-"""Define the store where ranks meet and agree. Depends only on torch, because SGLang servers import it, too."""
+"""Define the store where ranks meet and agree. Depends only on torch, because SGLang servers also import it."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class Worker:
             )
         except OSError as error:
             ours.close()
-            raise WorkerError(f"no process for {subject}s can be started: {error.strerror}") from None
+            raise WorkerError(f"cannot start a process for {subject}s: {error.strerror}") from None
         finally:
             theirs.close()
         ours.sendall(token)  # 16 bytes never block
@@ -132,9 +132,9 @@ class Worker:
         except TimeoutError:
             if in_progress:
                 raise WorkerTimeout(f"waited {timeout_s:g} s {wait}") from None
-            raise WorkerError(f"the {self._subject}'s process took no request for {timeout_s:g} s") from None
+            raise WorkerError(f"the {self._subject}'s process did not accept a request in {timeout_s:g} s") from None
         except InvalidReply as error:
-            raise WorkerError(f"the {self._subject} wrote to the channel of the results: {error}") from None
+            raise WorkerError(f"the {self._subject} wrote to the result channel: {error}") from None
         except (EOFError, OSError):
             raise WorkerError(f"the {self._subject}'s process {self._how_it_ended()}") from None
 

@@ -112,7 +112,7 @@ def read_tree(path: Path) -> tuple[dict[str, Any], list[str]]:
     other = "" if path.suffix in ("", ".yaml", ".yml") else f"; pass {config}"
     try:
         if path.is_fifo():
-            raise ValueError("a pipe, not a file; pass the path of a file")
+            raise ValueError("is a pipe; pass the path of a regular file")
         with path.open("rb") as file:
             content = file.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:

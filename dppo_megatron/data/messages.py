@@ -72,7 +72,7 @@ def text_of(content: Any) -> str:
         return content
     kinds = [part.get("type") if isinstance(part, dict) else type(part).__name__ for part in content]
     if unsupported_kinds := [kind for kind in kinds if kind not in _TEXT_PARTS]:
-        raise ValueError(f"a part of type {shown(unsupported_kinds[0])}: the policy reads only text")
+        raise ValueError(f"unsupported content part {shown(unsupported_kinds[0])}: the policy reads only text")
     return "".join(text_of(part.get("text")) for part in content)
 
 
@@ -90,7 +90,7 @@ def _call(call: Any) -> dict[str, Any]:
     arguments = function.get("arguments", {})
     arguments = parse_json(arguments or "{}") if isinstance(arguments, str) else arguments
     if not isinstance(arguments, dict) or not isinstance(function.get("name"), str):
-        raise ValueError("a call of a tool without a name, or with arguments that are no object")
+        raise ValueError("a tool call needs a name, and an object as arguments")
     identity = {"id": whole["id"]} if "id" in whole else {}
     return {**identity, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
@@ -99,5 +99,5 @@ def _checked_fields(value: Any, field_names: Sequence[str], kind: str) -> dict[s
     """Return an object without null fields. Raises `ValueError` for an unknown field."""
     fields = {n: v for n, v in value.items() if v is not None} if isinstance(value, dict) else {type(value).__name__: 0}
     if unknown := sorted(fields.keys() - set(field_names)):
-        raise ValueError(f"a {kind} has {shown(unknown[0])}; known are the fields {', '.join(field_names)}; remove it")
+        raise ValueError(f"a {kind} has {shown(unknown[0])}; the known fields are {', '.join(field_names)}; remove it")
     return fields

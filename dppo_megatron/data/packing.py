@@ -65,7 +65,7 @@ class TokenSequence:
 def pack(sequences: Sequence[TokenSequence], *, like: Sizes | None = None, share_prefixes: bool = False) -> TokenBatch:
     """Pack a micro-batch on the CPU, sequences end to end in the given order; `TokenBatch` has an example.
 
-    All sequences must have the same columns; the result has them, too. Without sequences the result is a filler,
+    All sequences must have the same columns, which the result also has. Without sequences the result is a filler,
     so that a rank without work runs the same collectives.
 
     like: filler columns (trailing shapes by name). The filler is a masked token without sampling mask and routes.

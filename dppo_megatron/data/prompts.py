@@ -286,7 +286,7 @@ def prompt_messages(value: Any, config: DataConfig) -> list[dict[str, Any]]:
     if last is not None:
         last["content"] = _fill(last["content"], config)
     elif config.prompt_template != "{prompt}":
-        raise ValueError("no message of the user for data.prompt_template; remove the setting, or add a message")
+        raise ValueError("the prompt has no user message for data.prompt_template; remove the setting, or add one")
     return messages
 
 
@@ -313,12 +313,12 @@ def _lone_text(value: Any, config: DataConfig, chat: bool) -> str:
     """Return the prompt text without a chat template. chat: whether the tokenizer has a chat template."""
     if (chat_messages := messages_of(value)) and not chat:
         raise ValueError(
-            f"{len(chat_messages)} messages, and the tokenizer has no chat template; use a model that has one, or name "
-            f"the text of a lone message: data.prompt_column = {config.prompt_column}.0.content"
+            f"{len(chat_messages)} messages, but the tokenizer has no chat template; use a model that has one, or name "
+            f"the text of a single message: data.prompt_column = {config.prompt_column}.0.content"
         )
     messages = prompt_messages(value, config)
     if [turn["role"] for turn in messages] != ["user"]:
-        raise ValueError(f"{len(messages)} messages; set data.chat_template = true, or leave only one of the user")
+        raise ValueError(f"{len(messages)} messages; set data.chat_template = true, or keep only one user message")
     return messages[0]["content"]
 
 

@@ -57,7 +57,7 @@ class SafetensorsFile:
     """Writes `tensors` to `path`, in any order, directly to their offsets in the file.
 
     `moved` is called after each flushed part. With `durable` every byte is on disk on exit. Raises `ValueError` for a
-    tensor with another dtype or shape than in `tensors`, and on exit for a tensor that was not written.
+    tensor with a different dtype or shape than in `tensors`, and on exit for a tensor that was not written.
     """
 
     def __init__(

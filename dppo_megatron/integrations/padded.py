@@ -41,8 +41,8 @@ def unfit(objective: ObjectiveProtocol, *, topk: bool = False, old: bool = False
         "reads columns of the engine's reply": bool(objective.needs_columns),
         "takes a number of the whole batch, which comes in micro-batches": objective.needs_statistic,
         "learns from a teacher, which is not supplied": objective.needs_teacher,
-        "has a KL to a reference policy of its own": objective.needs_reference and not terms,
-        "has an entropy bonus of its own": objective.needs_entropy and not terms,
+        "adds its own KL to a reference policy": objective.needs_reference and not terms,
+        "adds its own entropy bonus": objective.needs_entropy and not terms,
     }
     return [reason for reason, holds in reasons.items() if holds]
 

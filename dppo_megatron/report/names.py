@@ -113,7 +113,7 @@ _ROWS = (
     ("engine/prefix_hits_min", "share", "the same of the engine with the fewest hits"),
     ("drafts/accepted_share", "share", "drafted tokens that were sampled (engine.draft_tokens)"),
     ("drafts/accepted_per_step", "tokens", "drafted tokens that were sampled, per sample and step with drafts"),
-    ("drafts/saved_share", "share", "response tokens that needed no decoding step of their own"),
+    ("drafts/saved_share", "share", "response tokens that did not need a separate decoding step"),
     ("time/step_s", "s", "wall time of the step"),
     # step parts are disjoint; the rest of time/step_s is "other"
     ("time/wait_s", "s", "part of the step: waiting for its rollouts"),

@@ -155,7 +155,7 @@ def records_as(kind: type[T], records: Iterable[Mapping[str, Any]]) -> list[T]:
     instances = []
     for record in records:
         with contextlib.suppress(ValidationError):
-            # typeshed's lru_cache accepts no type[T].
+            # typeshed: a function with lru_cache does not accept type[T].
             instances.append(adapter(kind).validate_python(record))  # type: ignore[arg-type]
     return instances
 

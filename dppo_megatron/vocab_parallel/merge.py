@@ -70,7 +70,7 @@ def _rescale(m: Tensor, top: Tensor, scale: float | Tensor) -> tuple[Tensor, Ten
 
 
 def ordered_sum(parts: Tensor) -> Tensor:
-    """Sum over dim 0 in order. The order of torch.sum depends on the other sizes."""
+    """Sum over dim 0, one slice after the other. The order of torch.sum varies with the other sizes."""
     first, *addends = parts.unbind()
     for other in addends:
         first = first + other

@@ -19,7 +19,7 @@ filler. If a whole tensor takes no more space than gaps and values, the whole te
 Base and deltas therefore define the weights, regardless of the weights in the engine that reads them. `Version` reads
 the model and applies the deltas in order, v0 (model) <- v1 <- v2. `PrefetchedVersion` does so before the engine pauses.
 
-Depends only on torch and safetensors, because SGLang servers import this module, too.
+Depends only on torch and safetensors, because SGLang servers also import this module.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class Version:
             expected, whole = new_checksum, delta.find(name)
             if whole is not None:
                 if (whole.shape, whole.dtype) != (shape, dtype):
-                    raise DamagedDelta(f"{delta.directory}: {name} has another shape or dtype than in {self.model}")
+                    raise DamagedDelta(f"{delta.directory}: {name} has a different shape or dtype than in {self.model}")
                 tensor, changed = whole, False
                 continue
             if not changed:

@@ -8,7 +8,7 @@ Rows and columns count in the whole tensor in Hugging Face's layout, and zeros a
 therefore have the whole tensor's sum. A single changed bit changes the sum, and so do exchanged rows, columns, shards
 or projections. Floats of 16 and 8 bits count as fp32 with an equal value.
 
-Depends only on torch, because SGLang servers import this module, too.
+Depends only on torch, because SGLang servers also import this module.
 """
 
 from __future__ import annotations

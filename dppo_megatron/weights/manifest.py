@@ -91,7 +91,7 @@ class Manifest:
         differences: dict[str, Collection[str]] = {
             "missing tensors": served.shapes.keys() - self.shapes.keys(),
             "unknown tensors": self.shapes.keys() - served.shapes.keys(),
-            "tensors of another shape": [f"{n} is {self.shapes[n]}, served {served.shapes[n]}" for n in wrong],
+            "tensors with a different shape": [f"{n} is {self.shapes[n]}, served {served.shapes[n]}" for n in wrong],
             # An engine would cast them, which makes their scales meaningless.
             "tensors that are FP8 in only one of the two": (self.fp8 ^ served.fp8) & common,
         }

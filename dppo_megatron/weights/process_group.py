@@ -88,7 +88,7 @@ class WeightRendezvous:
             self._store.set(f"{step}/begin", first.decode())
 
     def check(self, step: str) -> None:
-        """Raise `WeightGroupError` if `step` was aborted, also after it began."""
+        """Raise `WeightGroupError` if `step` was aborted, even after it began."""
         try:
             reason = self._store.get(f"{step}/off").decode() if self._store.check([f"{step}/off"]) else ""
         except Exception as error:

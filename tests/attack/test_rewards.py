@@ -71,7 +71,7 @@ def test_rubbish_on_the_channel_is_no_wait(name, caplog):
         started = time.monotonic()
         check([name, "ok"], *asyncio.run(rewards.score(PROMPT, [name, "ok"])))
         assert time.monotonic() - started < 20
-    assert "(died): the verifier wrote to the channel of the results" in caplog.text
+    assert "(died): the verifier wrote to the result channel" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -271,7 +271,7 @@ def test_calls_that_no_limit_counts_are_excluded(who):
     assert who.run(textwrap.dedent(code))["said"] == "[it printed nothing]"
 
 
-def test_no_socket_of_any_family_can_be_made(who):
+def test_the_sandbox_has_only_pairs_of_unix_sockets(who):
     code = """
         import socket
         for make in (socket.socket, socket.socketpair):

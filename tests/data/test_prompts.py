@@ -196,11 +196,11 @@ def test_missing_and_empty_files(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     ("prompt", "problem"),
     [
-        ([{"type": "image_url", "image_url": {"url": "a.png"}}], "a part of type 'image_url': the policy reads only"),
-        ([{"type": "text", "text": "a"}, {"type": "input_audio"}], "a part of type 'input_audio'"),
-        (["a"], "a part of type 'str'"),
-        ({"from": "human", "value": "a"}, "a message has 'from'; known are the fields role"),
-        ({"weight": 1}, "a message has 'weight'; known are the fields role, content, name, tool_calls"),
+        ([{"type": "image_url", "image_url": {"url": "a.png"}}], "unsupported content part 'image_url': the policy"),
+        ([{"type": "text", "text": "a"}, {"type": "input_audio"}], "unsupported content part 'input_audio'"),
+        (["a"], "unsupported content part 'str'"),
+        ({"from": "human", "value": "a"}, "a message has 'from'; the known fields are role"),
+        ({"weight": 1}, "a message has 'weight'; the known fields are role, content, name, tool_calls"),
         ({"tool_calls": [{"function": {"name": "f", "arguments": "{x"}}]}, "not JSON"),
         ({"tool_calls": [{"function": {"name": "f", "strict": True}}]}, "a call of a tool has 'strict'"),
         ({"tool_calls": 3}, "a call of a tool has 'int'"),
@@ -210,7 +210,7 @@ def test_missing_and_empty_files(tmp_path, tokenizer):
         ({"role": "human"}, "the last message has the role human; end with a question: remove an answer, or write us"),
         ({"role": "assistant"}, "the last message has the role assistant; end with a question"),
         ("[{'role': 'user', 'content': 'x'}]", "the prompt begins like messages, but cannot be read: not JSON"),
-        ('[{"role": "user", "content": [{"type": "video"}]}]', "a part of type 'video'"),
+        ('[{"role": "user", "content": [{"type": "video"}]}]', "unsupported content part 'video'"),
         ('[{"from": "human", "value": "a"}]', "a message has 'from'"),
     ],
 )

@@ -129,7 +129,7 @@ class _ExaminedRun:
         self._reader = BankReader(bank)
         model = setting("model.path", str)
         self._tokenizer = TokenizerFile.load(run.model(model) or Path(model or ""))
-        # Without config.yaml, the settings that checks read are unknown, too.
+        # Without config.yaml, the settings that checks read are also unknown.
         absent = [path for path in (run.config, bank) if not (supervised or path.exists())]
         self.problem = f"{absent[0]} is missing; restore it" if absent else ""
 

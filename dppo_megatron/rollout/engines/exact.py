@@ -186,7 +186,7 @@ def attend(
         longest = int(member_lengths.max())
         rows = (starts[members][:, None] + torch.arange(count)).flatten()
         keys, values = cached(members, longest)
-        # Values after the length may be NaN, and 0 times NaN is NaN.
+        # Cached values past a request's length may be NaN, and 0 * NaN is NaN.
         padding = torch.arange(longest) >= member_lengths[:, None]
         values = values.masked_fill(padding[:, :, None, None], 0.0)
         queries = query[rows].view(len(members), count, *query.shape[1:])

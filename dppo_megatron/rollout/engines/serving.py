@@ -73,7 +73,7 @@ class EngineKind(ABC):
 
     @abstractmethod
     def decode_lists(self, reply: Any, tokens: list[int], k: int) -> tuple[list, list]:
-        """Return two lists with an entry for each token after the first, decoded from the reply to `lists_request`.
+        """Decode the reply to `lists_request` into two lists, each with an entry for every token after the first.
 
         - the token's log-prob
         - [(id, log-prob), ...] of the K most likely tokens at that position

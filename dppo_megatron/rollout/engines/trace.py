@@ -1,6 +1,6 @@
 """Record the values inside a forward pass of a served model with hooks, under the trainer's names.
 
-vLLM and SGLang use the same module names. Depends only on torch, because SGLang servers import this module, too.
+vLLM and SGLang use the same module names. Depends only on torch, because SGLang servers also import this module.
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ class Episodes:
                 "replay", "the agent does not repeat the requests from before a process died; make it deterministic"
             )
         if not conversation.branches:
-            raise EnvironmentFailed("raised", "the agent returned without a turn of the policy")
+            raise EnvironmentFailed("raised", "the agent returned before the policy took a turn")
 
     def _admit(self, spec: TrajectoryRequest, conversation: Conversation, context_ids: np.ndarray) -> tuple[int, int]:
         """Count the next turn; return (turn number, token limit). Raises `RequestRejected`.

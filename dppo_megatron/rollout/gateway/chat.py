@@ -66,7 +66,7 @@ def error(message: str, status: int) -> Body:
 
 def _message(message: Body) -> ChatMessage:
     if unknown_fields := [name for name, value in message.items() if value and name not in _OF_MESSAGES]:
-        raise RequestRejected(f"a message has {unknown_fields[0]}: not supported; omit it")
+        raise RequestRejected(f"unsupported message field {unknown_fields[0]}; omit it")
     role = "system" if message["role"] == "developer" else message["role"]
     out: ChatMessage = {"role": role, "content": optional_text(message.get("content"))}
     if calls := message.get("tool_calls"):

@@ -56,8 +56,8 @@ def function(kind: object, described: Body, schema: str) -> Tool:
     """Return a tool from a request. `schema` is the field with the tool parameters. Raises `RequestRejected`."""
     name, parameters = described.get("name"), described.get(schema)
     if kind != "function" or not isinstance(name, str) or not isinstance(parameters, dict | None):
-        needed = f"the policy calls only functions, with a text as name and an object as {schema}"
-        raise RequestRejected(f"a tool of type {kind!r}: {needed}")
+        needed = f"the policy calls only functions, with a string as name and an object as {schema}"
+        raise RequestRejected(f"unsupported tool type {kind!r}: {needed}")
     return tool(name, described.get("description"), parameters)
 
 

@@ -80,7 +80,7 @@ def _put(messages: list[ChatMessage], message: Body) -> None:
             case "text":
                 text_blocks.append(block)
             case other:
-                raise RequestRejected(f"a content block of type {other!r}: the policy reads only text")
+                raise RequestRejected(f"unsupported content block {other!r}: the policy reads only text")
     if text_blocks or calls:
         messages.append({"role": role, "content": text_of(text_blocks), **({"tool_calls": calls} if calls else {})})
 

@@ -90,9 +90,7 @@ def _put(messages: list[ChatMessage], item: Body) -> None:
         case "reasoning":
             pass  # policy turns are stored as they were sampled
         case other:
-            raise RequestRejected(
-                f"an input item of type {other!r}: only messages, function calls and outputs are served"
-            )
+            raise RequestRejected(f"unsupported input item {other!r}: use messages, function calls and their outputs")
 
 
 def _items(turn: Turn) -> list[Body]:

@@ -47,7 +47,7 @@ class Gateway:
     """Listens on a free port of `host` while it is open as an asynchronous context manager.
 
     A secret key identifies a session: in `Authorization: Bearer`, in `x-api-key`, or in the URL as /sessions/KEY/v1/...
-    Without a key every route answers 401, also on loopback.
+    Without a key every route returns 401, even on loopback.
     """
 
     def __init__(self, host: str):

@@ -79,7 +79,7 @@ def allow_open_files(config: Config) -> None:
     Raises `ConfigError` if sampling may need more than the hard limit.
     """
     rollout = config.rollout
-    # An update may interrupt all samples, and each continues in a separate request. Evaluations run meanwhile.
+    # An update may interrupt all samples, and each then needs a second request. Evaluations run concurrently.
     needed = rollout.max_concurrent_groups * (rollout.group_size + 1) + OTHER_FILES
     needed += len(config.distillation.teachers) * MOST_REQUESTS
     if config.environment.source is not None:

@@ -11,8 +11,9 @@ As long as groups are missing, the loop takes every possible act. Group g belong
     store      with n > 0: groups that a step needs earlier             the trainer waits for the stored group
 
 The bank is the only state: it determines which prompts are done, and how many groups the trainer can expect. A killed
-and restarted orchestrator loses at most the running groups, and equal seeds make it sample these identically. With an
-environment it loses no finished turn, because it also reads the turn journals.
+and restarted orchestrator loses at most the running groups and the finished groups that wait for them, and equal seeds
+make it sample these identically. With an environment it loses no finished turn, because it also reads the turn
+journals.
 """
 
 from __future__ import annotations

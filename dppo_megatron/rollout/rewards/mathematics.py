@@ -86,7 +86,7 @@ def equal(gold: str, answer: str) -> bool:
 
 
 def _same_value(gold: str, answer: str) -> bool:
-    """Return whether math-verify equates two answers, also at the precision that their smallest number needs."""
+    """Return whether math-verify equates two answers, even at the precision of their smallest number."""
     first, second = list(_parsed(gold)), list(_parsed(answer))
     if not (first and second and verify(first, second, timeout_seconds=None)):
         return False

@@ -33,7 +33,7 @@ _NEEDS: dict[str, tuple[Callable[[Config], object], str]] = {
     "rollout.dynamic_sampling": (lambda c: c.samples, "the run samples no rollouts of its own"),
     "rollout.beyond_bound": (lambda c: c.rollout.max_staleness, "with rollout.max_staleness = 0 every step waits"),
     "weight_sync.directory": (lambda c: c.weight_sync.transport != "broadcast", "a broadcast writes no files"),
-    "checkpoint.keep_rollouts": (lambda c: c.samples, "the run samples no rollouts of its own that it could delete"),
+    "checkpoint.keep_rollouts": (lambda c: c.samples, "the run does not sample rollouts, so it has none to delete"),
     "profile.memory": (lambda c: c.profile.steps, "profile.steps is empty"),
     "eval.every": (lambda c: c.eval_sets, "neither data.eval nor eval.sets names a file"),
     "eval.pass_reward": (lambda c: c.data.eval, "only data.eval uses it; each of eval.sets has its own"),

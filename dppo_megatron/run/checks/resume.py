@@ -40,7 +40,7 @@ RESUMABLE_CHANGES = (
 
 
 def check_run_dir(config: Config, source: str, *, resume: bool) -> None:
-    """Raise `ConfigError` for a new run in an old run's directory, or a resume that would be another run."""
+    """Raise `ConfigError` for a new run in an old run's directory, or a resume that would change the run."""
     if violations := problems(config, resume=resume):
         raise ConfigError(source, violations)
 
@@ -81,7 +81,7 @@ def problems(config: Config, *, resume: bool) -> list[str]:
 
 
 def _moved_decay(config: Config, saved: Config) -> Iterator[str]:
-    """Yield a problem if another number of steps would silently change the learning rate."""
+    """Yield a problem if a different number of steps would silently change the learning rate."""
     steps, o = config.train.steps, config.optimizer
     end = saved.optimizer.decay_steps or saved.train.steps
     if o.decay != "constant" and o.decay_steps is None and steps != end:

@@ -120,7 +120,7 @@ def _precision(config: Config) -> Iterator[str]:
 def size_notes(config: Config) -> Iterator[str]:
     """Yield notes about numbers that are valid but unusually large or small."""
     if (tokens := config.train.micro_batch_tokens) < config.data.max_prompt_tokens + config.rollout.max_response_tokens:
-        longer = "tokens, and a longer prompt with its response has a micro-batch of its own"
+        longer = "tokens; a longer prompt plus response gets a separate micro-batch"
         yield f"train.micro_batch_tokens = {tokens}: {longer}"
     if (limit := config.reward.timeout_s) > config.run.stall_timeout_s:
         yield f"reward.timeout_s = {limit:g}: seconds; run.stall_timeout_s ends the run before a sample fails"

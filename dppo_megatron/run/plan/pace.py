@@ -171,7 +171,7 @@ def _play(groups: list[np.ndarray], s: PaceSettings) -> tuple[float, float]:
             while finished and bound.leaves_room(stored, [last for last, *_ in (*finished[1:], *running.values())]):
                 _, group, start = heapq.heappop(finished)
                 offsets = [max(at - start, 0.0) * s.tokens_per_s for at in published[1:]]  # tokens before each update
-                # Versions that tokens gain from weights published while the group was sampled.
+                # Each update during sampling makes the group's later tokens one version newer.
                 newer = sum(np.maximum(groups[group] - offset, 0).sum() for offset in offsets)
                 lag += stored // s.prompts_per_step * tokens[group] - newer
                 stored += 1

@@ -37,7 +37,7 @@ class MismatchLimit(ExpectedError, RuntimeError):
 
 
 class MismatchHistory:
-    """Reports a mismatch far above the usual mismatch in a run, with or without a limit. A resumed run starts empty."""
+    """Warns if `mismatch/kl` is far above its median in this run. A resumed run starts with an empty history."""
 
     def __init__(self) -> None:
         self._history: deque[float] = deque(maxlen=REMEMBERED)

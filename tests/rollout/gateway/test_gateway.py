@@ -187,7 +187,7 @@ async def test_an_unsupported_request_is_refused_with_a_message(serve):
         ({"min_tokens": 5, "n": 1, "stop": None}, "min_tokens = 5: not supported"),
         ({"max_tokens": -1}, "expected a positive integer"),
         ({"max_tokens": 0}, "expected a positive integer"),
-        ({"messages": [{"role": "user", "content": image}]}, "a part of type 'image_url'"),
+        ({"messages": [{"role": "user", "content": image}]}, "unsupported content part 'image_url'"),
         ({"messages": ["a"]}, "not a request of /v1/chat/completions"),
         ({"messages": 3}, "messages = 3: not supported"),
         ({"messages": []}, "has no message"),
@@ -198,8 +198,8 @@ async def test_an_unsupported_request_is_refused_with_a_message(serve):
         ({"stream": "false"}, 'stream = "false": not supported'),
         ({"stream": True, "stream_options": "x"}, 'stream_options = "x": not supported'),
         ({"tools": {}}, "tools = {}: not supported"),
-        ({"tools": [{"type": "mcp"}]}, "a tool of type 'mcp'"),
-        ({"tools": [{"function": {"name": 5}}]}, "with a text as name"),
+        ({"tools": [{"type": "mcp"}]}, "unsupported tool type 'mcp'"),
+        ({"tools": [{"function": {"name": 5}}]}, "with a string as name"),
     ]
     call = {"type": "tool_use", "id": "a", "name": "f", "input": [1]}
     of_others = [

@@ -26,7 +26,7 @@ def test_numbers_in_another_unit_or_without_effect_are_noted(tree):
     tree["reward"] = {"timeout_s": 10000}
     tree["model"]["lora"] = {"r": 8}
     found = notes()
-    own = "tokens, and a longer prompt with its response has a micro-batch of its own"
+    own = "tokens; a longer prompt plus response gets a separate micro-batch"
     assert f"train.micro_batch_tokens = 4: {own}" in found
     assert "warning: optimizer.lr = 1e-06: adapters (model.lora.r) need 1e-4 to 1e-3; raise it" in found
     late = "seconds; run.stall_timeout_s ends the run before a sample fails"

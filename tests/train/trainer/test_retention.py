@@ -176,4 +176,4 @@ def test_a_permission_of_an_earlier_version_counts_until_there_is_a_wider_one(tm
 def test_rollouts_of_others_are_not_deleted(change):
     config = make_config(checkpoint={"keep_rollouts": 0}, **change)
     (problem,) = [p for p in settings_problems(config) if "keep_rollouts" in p]
-    assert problem.startswith("checkpoint.keep_rollouts = 0: the run samples no rollouts of its own")
+    assert problem.startswith("checkpoint.keep_rollouts = 0: the run does not sample rollouts")

@@ -313,5 +313,5 @@ def _unfit_settings(server: dict[str, Any], model: HFModelConfig, seeded: bool, 
     if server["speculative_algorithm"]:
         problems.append(f"speculative decoding ({server['speculative_algorithm']}) draws differently; start it without")
     if server["preferred_sampling_params"]:
-        problems.append("it adds sampling settings of its own; start it without --preferred-sampling-params")
+        problems.append("it adds its own sampling settings; start it without --preferred-sampling-params")
     return problems

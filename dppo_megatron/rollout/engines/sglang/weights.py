@@ -307,7 +307,7 @@ class SglangWeights(HttpEngine):
     @contextlib.asynccontextmanager
     async def _paused(self, action: str, mode: UpdateMode, deadline: float) -> AsyncIterator[float]:
         """Pause generation inside the context. Yield the `time.monotonic()` at which the pause was requested."""
-        # Retracted requests are prefilled again afterwards, so each further token is drawn from exactly the policy in
+        # Retracted requests are prefilled again afterwards, so each later token is drawn from exactly the policy in
         # its tag. Requests paused in place would continue with keys and values from the old weights.
         body, since = {"mode": "abort" if mode == "abort" else "retract"}, time.monotonic()
         async with self._ending(action, "/continue_generation"):
@@ -338,7 +338,7 @@ class SglangWeights(HttpEngine):
         except EngineRefused as error:
             if "Unsupported action" in str(error):
                 raise EngineIncompatible(f"{error}: {NO_PLUGIN}") from None
-            raise EngineError(str(error)) from None  # SGLang reports every failure this way, also a lack of memory
+            raise EngineError(str(error)) from None  # SGLang reports every failure this way, including out of memory
         except (KeyError, TypeError, AttributeError) as error:
             raise EngineError(f"engine {self.url}: {action}: garbled reply: {error}") from None
         if not reports:

@@ -85,7 +85,7 @@ def decode_group(reply: bytes | bytearray, request: GenerateRequest, model: HFMo
     try:
         samples = [_decode(output, name, request, model) for output, name in zip(outputs, ids, strict=True)]
     except (KeyError, TypeError, IndexError, AttributeError) as error:
-        raise ValueError(f"a sample lacks or garbles {error}") from error
+        raise ValueError(f"a sample has a missing or invalid field: {error}") from error
     return GroupSamples.from_rollouts(samples)
 
 

@@ -178,7 +178,7 @@ def _model_key(index: int) -> str:
     return f"model{index}"
 
 
-# The optimizer state contains these settings, so another value in the config would be ignored silently.
+# The optimizer state contains these settings, so a different value in the config would be silently ignored.
 _OPTIMIZER_FIELDS = (
     "warmup_updates", "decay", "weight_decay", "beta1", "beta2", "eps",
 )  # fmt: skip

@@ -186,7 +186,7 @@ class WeightUpdater:
         await self._engine.update_weight_version(str(version))
         self.version = version
         # Kept requests have cached keys and values from the old weights. They are preempted and prefilled again, so
-        # each further token is drawn from exactly the policy in its tag.
+        # each later token is drawn from exactly the policy in its tag.
         if not await self._engine.reset_prefix_cache(reset_running_requests=mode == "keep"):
             raise RuntimeError("the prefix cache still has keys and values of the old weights")
 
