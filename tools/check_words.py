@@ -60,7 +60,7 @@ VAGUE = re.compile(
     r"))_?"
 )
 VERBS = {"read"}  # names of functions all the same
-MOST_VAGUE = 0.2  # per 1,000 lines with code
+MAX_VAGUE = 0.2  # per 1,000 lines with code
 UNCLEAR_TEST = re.compile(r"test_(?:.*_)?(?:what|alone|whose|nobody|somebody|says|said|told|beside|anew)(?:_.*)?")
 
 COUNTED = {word: re.compile(rf"\b(?:{pattern})\b", re.IGNORECASE) for word, (pattern, *_) in RATES.items()}
@@ -128,8 +128,8 @@ def names_above_limit(root: Path) -> Iterator[str]:
     sources = [file.read_text() for file in sorted((root / "dppo_megatron").rglob("*.py"))]
     lines = sum(bool(line.strip()) for source in sources for line in source.splitlines())
     rate = 1000 * sum(len(list(vague_names(source))) for source in sources) / max(1, lines)
-    if rate > MOST_VAGUE:
-        yield f"names: {rate:.1f} vague ones in 1,000 lines, at most {MOST_VAGUE}; `--names` lists them"
+    if rate > MAX_VAGUE:
+        yield f"names: {rate:.1f} vague ones in 1,000 lines, at most {MAX_VAGUE}; `--names` lists them"
 
 
 def main(root: Path) -> int:

@@ -31,7 +31,7 @@ ROW = re.compile(r"^\| `([\w.]+)` \| (.*?) (?<!\\)\| (.*?) (?<!\\)\| (.*?) ?\|$"
 TABLE_HEAD = re.compile(r"^\| setting \|.*\n\|---.*\n", re.MULTILINE)
 DARK_STYLE = re.compile(r"@media \(prefers-color-scheme: dark\) \{(.*?\n) {4}\}", re.DOTALL)
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".sh": "bash"}
-MOST_LISTED = 20  # a directory with more files is listed without their contents
+MAX_LISTED = 20  # a directory with more files is listed without their contents
 
 uris: dict[Path, str] = {}  # file or directory of the repository, relative to its root -> page
 settings: set[str] = set()
@@ -77,7 +77,7 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
 def targets(path: Path) -> Iterator[Path]:
     """Yield the files and directories of the repository to which a Markdown file links, or the files of a directory."""
     if (ROOT / path).is_dir():
-        yield from listed(path) if len(listed(path)) <= MOST_LISTED else ()
+        yield from listed(path) if len(listed(path)) <= MAX_LISTED else ()
     elif path.suffix == ".md":
         for target, _ in LINK.findall(FENCE.sub("", (ROOT / path).read_text())):
             found = (ROOT / path.parent / target).resolve()
@@ -109,7 +109,7 @@ def generated(path: Path, config: Any) -> File:
         code = f"{fence}{LANGUAGES.get(path.suffix, '')}\n{file.read_text()}\n{fence}\n"
         return virtual(config, uri, content=head + code)
     lines = [f"- `{each}`" for each in listed(path)]
-    if len(lines) <= MOST_LISTED:
+    if len(lines) <= MAX_LISTED:
         lines = [f"- [{each}]({os.path.relpath(uri_of(each), Path(uri).parent)})" for each in listed(path)]
     return virtual(config, uri, content=head + "\n".join(lines) + "\n")
 

@@ -30,7 +30,7 @@ FLUSH_BYTES = 128 << 20
 
 _REMEDY = "restore it, or remove it if the run does not continue"
 _LFS_POINTER = b"version https://git-lfs"
-_MOST_BYTES = 64 << 20  # a file may name every tensor of a model with hundreds of thousands of tensors
+_MAX_BYTES = 64 << 20  # a file may name every tensor of a model with hundreds of thousands of tensors
 
 
 T = TypeVar("T")
@@ -216,7 +216,7 @@ def is_irregular(path: str | Path) -> bool:
         return os.path.islink(path)
 
 
-def read_regular(path: Path, limit_bytes: int = _MOST_BYTES) -> bytes:
+def read_regular(path: Path, limit_bytes: int = _MAX_BYTES) -> bytes:
     """Return a file's content, at most `limit_bytes`.
 
     Raises FileNotFoundError, and `ValueError` for any other problem, such as a longer file. Pipes and devices are

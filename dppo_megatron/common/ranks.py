@@ -33,7 +33,7 @@ _Failure = tuple[type[Exception], str]  # an error's type and text
 FIRST_POLL_S, POLL_S = 0.0002, 0.01  # pauses between polls of the store
 POLL_S_PER_RANK = 0.0001  # all ranks together poll one process at most ten thousand times a second
 LOOK_S = 1.0  # between reports, and between checks of the other ranks' reports
-MOST_BYTES = 4 << 20  # bytes per part of a value: torch's store rejects 8 MiB
+MAX_BYTES = 4 << 20  # bytes per part of a value: torch's store rejects 8 MiB
 _NAMES_SHOWN = 8
 
 _SIGNATURE_BYTES = hashlib.sha256().digest_size
@@ -197,9 +197,9 @@ class Ranks:
     def _set(self, key: str, value: Any) -> None:
         data = zlib.compress(pickle.dumps(value), 1)
         data = self._signature(key, data) + data
-        parts = range(0, len(data), MOST_BYTES)
+        parts = range(0, len(data), MAX_BYTES)
         for index, first in enumerate(parts):
-            self._store.set(f"{key}/part-{index}", data[first : first + MOST_BYTES])  # type: ignore[arg-type] # bytes too
+            self._store.set(f"{key}/part-{index}", data[first : first + MAX_BYTES])  # type: ignore[arg-type] # bytes too
         self._store.set(key, str(len(parts)))  # last, so that a reader finds all parts
 
     def _take(self, key: str, readers: int = 1) -> Any:

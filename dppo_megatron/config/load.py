@@ -17,7 +17,7 @@ from dppo_megatron.errors import ExpectedError, bounded, listing, shown
 from dppo_megatron.objectives.settings import OTHER_NAMES
 
 from .schema import Config
-from .yaml_tree import DEEPEST, MOST_BYTES, parse, read_words
+from .yaml_tree import DEEPEST, MAX_BYTES, parse, read_words
 
 
 class ConfigError(ExpectedError, ValueError):
@@ -114,9 +114,9 @@ def read_tree(path: Path) -> tuple[dict[str, Any], list[str]]:
         if path.is_fifo():
             raise ValueError("is a pipe; pass the path of a regular file")
         with path.open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
-        if len(content) > MOST_BYTES:
-            raise ValueError(f"a config has at most {MOST_BYTES} bytes; pass the path of a config")
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise ValueError(f"a config has at most {MAX_BYTES} bytes; pass the path of a config")
         tree, repeated = parse(content.decode())
     except (FileNotFoundError, IsADirectoryError):
         problem, inside = "a directory, as an empty path is" if path.is_dir() else "no such file", path / "config.yaml"

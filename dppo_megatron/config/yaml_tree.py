@@ -10,9 +10,9 @@ import yaml
 
 from dppo_megatron.errors import bounded
 
-MOST_BYTES = 1 << 18
+MAX_BYTES = 1 << 18
 DEEPEST = 32
-_MOST_VALUES = 1 << 20  # characters and values; alias content counts each time
+_MAX_VALUES = 1 << 20  # characters and values; alias content counts each time
 _STR = "tag:yaml.org,2002:str"
 
 
@@ -22,8 +22,8 @@ class YamlError(ValueError):
 
 def parse(text: str) -> tuple[Any, list[str]]:
     """Return the value of YAML `text`, and a violation for each repeated key. Raises `YamlError`."""
-    if len(text) > MOST_BYTES:
-        raise YamlError(f"{len(text)} characters; a config has at most {MOST_BYTES}")
+    if len(text) > MAX_BYTES:
+        raise YamlError(f"{len(text)} characters; a config has at most {MAX_BYTES}")
     loader = None
     try:
         loader = _Loader(text)
@@ -101,7 +101,7 @@ class _Loader(yaml.SafeLoader):
             self._anchor_sizes[id(node)] = self._values - start_count
         if named:
             self.path.pop()
-        if self._values > _MOST_VALUES:
+        if self._values > _MAX_VALUES:
             raise _refused("aliases (*name) stand for more values than a config has", event)
         return node
 

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-_MOST_TOKENS = 1 << 31
-_MOST_LAYERS = 10_000
+_MAX_TOKENS = 1 << 31
+_MAX_LAYERS = 10_000
 
 
 class TokenizerError(ExpectedError, ValueError):
@@ -69,7 +69,7 @@ def _refuse_endless(path: Path) -> None:
     config = read_json(path)
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         layers = part.get("num_hidden_layers")
-        if isinstance(layers, int) and layers > _MOST_LAYERS:
+        if isinstance(layers, int) and layers > _MAX_LAYERS:
             raise TokenizerError(f"{path}: num_hidden_layers = {shown(layers)}: more than any model has; correct it")
 
 
@@ -84,7 +84,7 @@ def end_token_ids(model_dir: str | Path, tokenizer: PreTrainedTokenizerBase) -> 
         value = read_json(directory / name).get("eos_token_id")
         if value is not None:
             ids = value if isinstance(value, list) else [value]
-            if wrong := [i for i in ids if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < _MOST_TOKENS]:
+            if wrong := [i for i in ids if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < _MAX_TOKENS]:
                 raise TokenizerError(
                     f"{directory / name}: eos_token_id = {shown(wrong[0])}: not a token id; write the id of the token "
                     "that ends a response"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 WAIT_S = 300.0  # longest wait for a file system that stalls; computing time in the process has a separate limit
 _ROWS, _CHATS = 1024, 64  # most rows and chats in a reply
 _ROW_BYTES = 1000  # memory per prompt in addition to the text: objects and tokens
-_MOST_CHARACTERS = 1 << 23  # limit for a rendered prompt, and approximately for a reply
+_MAX_CHARACTERS = 1 << 23  # limit for a rendered prompt, and approximately for a reply
 _CHATS_S, _CHATS_MEMORY = 2.0, 1 << 30
 _idle: dict[str, list[Worker]] = {}
 
@@ -194,7 +194,7 @@ class Templates:
         template_kwargs, chats = pickle.loads(request)
         out: list[Any] = []
         signal.setitimer(signal.ITIMER_PROF, _CHATS_S)
-        while len(out) < len(chats) and sum(len(text) for text, _ in out) < _MOST_CHARACTERS:
+        while len(out) < len(chats) and sum(len(text) for text, _ in out) < _MAX_CHARACTERS:
             chat, text, problem = chats[len(out)], "", None
             try:
                 if isinstance(chat, ValueError):
@@ -204,7 +204,7 @@ class Templates:
                 return ["the template fills its memory"]
             except Exception as error:  # templates raise errors, e.g. for unknown roles
                 problem = str(error) if error is chat else f"the chat template rejects it: {str(error)[:500]}"
-            if len(text) > _MOST_CHARACTERS:
+            if len(text) > _MAX_CHARACTERS:
                 return [f"the template writes {len(text)} characters for one prompt"]
             out.append((text, problem))
         signal.setitimer(signal.ITIMER_PROF, 0)

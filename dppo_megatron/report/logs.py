@@ -33,8 +33,8 @@ SEARCHED_BYTES = 64 * 1024
 _ERROR_LINE = re.compile(
     r"^[\w.]*(Error|Exception|Timeout|Diverged|Frozen)\b|\b(ERROR|CRITICAL)\b|\bKilled\b|Segmentation fault"
 )
-MOST_WARNINGS = 20  # limit for the launcher's output; the logs have all
-_MOST_READ = 4 << 20
+MAX_WARNINGS = 20  # limit for the launcher's output; the logs have all
+_MAX_READ = 4 << 20
 _TALKATIVE = ("httpx", "httpcore", "megatron")  # they log a line per request or a page per optimizer
 
 
@@ -81,7 +81,7 @@ def last_lines(path: str | Path, n: int = 20) -> list[str]:
         if not Path(path).is_file():  # opening a pipe would block
             return []
         with Path(path).open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _MOST_READ))
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _MAX_READ))
             last_first = reversed(file.read().split(b"\n"))
     except OSError:
         return []
@@ -160,18 +160,18 @@ class Warnings:
         self._kinds: set[str] = set()
 
     def poll(self) -> list[str]:
-        """Return `PROCESS warns: TEXT` for new warnings, at most `MOST_WARNINGS` in all. Idle calls cost a `stat`."""
+        """Return `PROCESS warns: TEXT` for new warnings, at most `MAX_WARNINGS` in all. Idle calls cost a `stat`."""
         warnings = []
         for log, offset in self._offsets.items():
             if not log.is_file() or log.stat().st_size <= offset:
                 continue
             with log.open("rb") as file:
                 file.seek(offset)
-                data = file.read(_MOST_READ)
-            self._offsets[log] = offset + (data.rfind(b"\n") + 1 or (len(data) if len(data) == _MOST_READ else 0))
+                data = file.read(_MAX_READ)
+            self._offsets[log] = offset + (data.rfind(b"\n") + 1 or (len(data) if len(data) == _MAX_READ else 0))
             for match in _WARNING.finditer(data[: self._offsets[log] - offset].decode(errors="replace")):
                 kind = re.sub(r"\d+", "", match[2])
-                if kind not in self._kinds and len(self._kinds) < MOST_WARNINGS:
+                if kind not in self._kinds and len(self._kinds) < MAX_WARNINGS:
                     self._kinds.add(kind)
                     warnings.append(f"{match[1]} warns: {bounded(plain_text(match[2]), 500)}")
         return warnings

@@ -31,7 +31,7 @@ Select = Callable[[Iterable[bytes]], Iterable[bytes]]  # chooses lines, because 
 BEGINNING, NEWEST = 100, 250  # lines, and steps
 _REWARD = re.compile(rb'"rollout/reward_mean": ([-+.\deE]+)')
 _STEP = re.compile(rb'\{"step": (\d{1,10})[,}].*\}\n?', re.DOTALL)
-_MOST_STEPS = 10**9
+_MAX_STEPS = 10**9
 _LATEST = 1e11  # Unix seconds: year 5138
 _LARGEST = 1e38  # limit for a float32 number
 
@@ -166,7 +166,7 @@ def metrics_of(records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     Other values may come from a damaged file or another program. They are left out, because readers compute with all
     values.
     """
-    return (_numbers_of(r) for r in records if type(r.get("step")) is int and 0 <= r["step"] <= _MOST_STEPS)
+    return (_numbers_of(r) for r in records if type(r.get("step")) is int and 0 <= r["step"] <= _MAX_STEPS)
 
 
 def _numbers_of(record: dict[str, Any]) -> dict[str, Any]:

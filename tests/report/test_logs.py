@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from dppo_megatron.report.logs import MOST_WARNINGS, Warnings, last_lines, root_cause
+from dppo_megatron.report.logs import MAX_WARNINGS, Warnings, last_lines, root_cause
 
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}"
 
@@ -144,6 +144,6 @@ def test_warnings_are_shown_once_each_whatever_their_numbers(tmp_path):
     with log.open("a") as file:
         file.write("t\n")
     assert warnings.poll() == ["orchestrator warns: cut"]
-    absent.write_text("".join(line.format("WARNING", "x" * n) for n in range(1, 2 * MOST_WARNINGS)))
-    assert len(warnings.poll()) == MOST_WARNINGS - 2
+    absent.write_text("".join(line.format("WARNING", "x" * n) for n in range(1, 2 * MAX_WARNINGS)))
+    assert len(warnings.poll()) == MAX_WARNINGS - 2
     assert warnings.poll() == []

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT_S = 600.0
-MOST_THREADS = 24  # per rank; with more, all ranks are restarted at the cost of forks
+MAX_THREADS = 24  # per rank; with more, all ranks are restarted at the cost of forks
 RANKS = "TEST_RANKS"  # environment variable: identifies these processes in names of files in a reused directory
 TORCH = ("torch", "torch.distributed", "torch._dynamo")  # dispatch modes need Dynamo
 ALL = (
@@ -83,7 +83,7 @@ class Ranks:
         for _, pipe in self._members:
             pipe.send((function, arguments))
         answers = self._answers(function.__name__ if hasattr(function, "__name__") else str(function))
-        if self._backend is None and self._threads() > MOST_THREADS:
+        if self._backend is None and self._threads() > MAX_THREADS:
             self.close()
         raised = [(value[0], value[1]) for kind, value in answers if kind == "raised"]
         if raised:

@@ -19,7 +19,7 @@ from dppo_megatron.train.trainer.step_samples import StepSamples
 from .source import Source
 
 ANSWER_BYTES = 16 << 20  # limit for all evaluation files, beyond which every n-th prompt is shown
-_MOST_BYTES = 4 << 30
+_MAX_BYTES = 4 << 30
 
 # set: 0 for training, else the evaluation set number
 # source: group or answer file number; item: prompt number in the answer file
@@ -114,7 +114,7 @@ def answer_rows(source: Source) -> AnswerRows:
     blocks = []
     for path in paths:
         try:
-            lines = read_regular(path, _MOST_BYTES).splitlines()
+            lines = read_regular(path, _MAX_BYTES).splitlines()
         except (OSError, ValueError) as error:
             source.notes.append(f"{path}: not read: {error}")
             continue

@@ -15,7 +15,7 @@ from dppo_megatron.errors import ExpectedError
 from dppo_megatron.report.history import History, ReportError, load_history, read_settings
 from dppo_megatron.run_dir import RunDir
 
-MOST_ROLLOUTS = 100_000  # if the bank has more, the page shows evenly spaced steps
+MAX_ROLLOUTS = 100_000  # if the bank has more, the page shows evenly spaced steps
 
 
 class ViewError(ExpectedError, ValueError):
@@ -96,13 +96,13 @@ class Source:
         except BankError:
             samples = []
         samples_per_step = sum(entry.num_samples for entry in samples) or 1
-        max_steps = max(1, MOST_ROLLOUTS // samples_per_step)
+        max_steps = max(1, MAX_ROLLOUTS // samples_per_step)
         if len(pieces) <= max_steps:
             return list(range(len(pieces)))
         numbers = np.unique(np.linspace(0, len(pieces) - 1, max_steps).round().astype(int)).tolist()
         self.notes.append(
             f"{len(numbers):,} of {len(pieces):,} steps are in the table, evenly spaced, so that it has about "
-            f"{MOST_ROLLOUTS:,} rollouts."
+            f"{MAX_ROLLOUTS:,} rollouts."
         )
         return numbers
 

@@ -12,7 +12,7 @@ from collections import deque
 
 import aiohttp
 
-MOST_BYTES = 512 << 20
+MAX_BYTES = 512 << 20
 
 
 class ByteBudget:
@@ -27,7 +27,7 @@ class ByteBudget:
     waits for a `refund`.
     """
 
-    def __init__(self, limit: int = MOST_BYTES):
+    def __init__(self, limit: int = MAX_BYTES):
         self.limit = limit
         self.charged = 0  # bytes that the user keeps
         self.reserved = 0  # bytes of replies that are being read or decoded

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 SUFFIXES = (16, 8, 4, 2)  # suffix lengths to look up, longest first
-MOST_TOKENS = 1 << 15  # limit per prompt; the index takes about 800 bytes per token, and as much for dropped tokens
-MOST_PLACES = 16  # a draft follows the newest occurrences of a suffix, at most this many
+MAX_TOKENS = 1 << 15  # limit per prompt; the index takes about 800 bytes per token, and as much for dropped tokens
+MAX_PLACES = 16  # a draft follows the newest occurrences of a suffix, at most this many
 PRIOR = 10.0  # a new prompt's rate starts with the overall rate, weighted like this many tested tokens
 LOWEST = 0.35  # a new prompt starts with at least this rate, so that it gets a few drafts
 MEMORY = 1000.0  # after this many tested tokens, older tokens count half
@@ -75,16 +75,16 @@ class SuffixIndex:
         self._rate: DraftRate | None = None  # None until the first draft
 
     def add(self, tokens: Sequence[int] | np.ndarray) -> None:
-        """Add a response, preceded by the prompt end. Drop the oldest sequences above `MOST_TOKENS`."""
-        self._sequences.append(np.asarray(tokens, np.int32)[:MOST_TOKENS])
+        """Add a response, preceded by the prompt end. Drop the oldest sequences above `MAX_TOKENS`."""
+        self._sequences.append(np.asarray(tokens, np.int32)[:MAX_TOKENS])
         self._size += len(self._sequences[-1])
-        while self._size > MOST_TOKENS:
+        while self._size > MAX_TOKENS:
             dropped = self._sequences.pop(0)
             self._size -= len(dropped)
             if self._indexed:
                 self._indexed -= 1
                 self._begin += len(dropped) + 1
-        if self._begin > MOST_TOKENS:  # dropped sequences take at most half the index
+        if self._begin > MAX_TOKENS:  # dropped sequences take at most half the index
             self.shrink()
 
     def shrink(self) -> None:
@@ -127,7 +127,7 @@ class SuffixIndex:
 
     def _matches(self, suffix: bytes) -> list[int]:
         """Return the newest places that follow the suffix, oldest first."""
-        newest = self._places.get(suffix, ())[-MOST_PLACES:]
+        newest = self._places.get(suffix, ())[-MAX_PLACES:]
         return [place for place in newest if place >= self._begin]
 
     def _index(self) -> None:

@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 from dppo_megatron.rollout.engines.protocol import GenerateRequest
 
 BOUND = 1.25  # no request is sent to an engine that would then have more than this multiple of the mean load
-MOST_NAMES = 1 << 16  # groups and conversations with a known engine; the oldest are forgotten first
+MAX_NAMES = 1 << 16  # groups and conversations with a known engine; the oldest are forgotten first
 
 
 class LoadedEngine(Protocol):
@@ -50,7 +50,7 @@ class PrefixRouter:
             engine_name = max(fit, key=lambda name: _rank(request.affinity[0], name))
         self._engines[request.affinity[-1]] = engine_name
         self._engines.setdefault(request.affinity[0], engine_name)
-        while len(self._engines) > MOST_NAMES:
+        while len(self._engines) > MAX_NAMES:
             self._engines.popitem(last=False)
         return fit[engine_name]
 

@@ -37,7 +37,7 @@ from dppo_megatron.weights.published import PublishedFollower, PublishedPolicy
 from .evaluation import Evaluated, Evaluator
 from .metrics import StepRecorder
 from .orchestrator import Orchestrator
-from .teachers import MOST_REQUESTS, Teachers
+from .teachers import MAX_REQUESTS, Teachers
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def allow_open_files(config: Config) -> None:
     rollout = config.rollout
     # An update may interrupt all samples, and each then needs a second request. Evaluations run concurrently.
     needed = rollout.max_concurrent_groups * (rollout.group_size + 1) + OTHER_FILES
-    needed += len(config.distillation.teachers) * MOST_REQUESTS
+    needed += len(config.distillation.teachers) * MAX_REQUESTS
     if config.environment.source is not None:
         needed += config.environment.workers + 2 * rollout.max_concurrent_groups  # the journals
     limit = raise_open_files_limit(needed)

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TOO_STALE = "too_stale"  # the reason in the bank
-MOST_WRITES = 4  # no group is begun while more writes are pending
+MAX_WRITES = 4  # no group is begun while more writes are pending
 LONGEST_WRITE_S = 300.0
 LOOK_S = 0.02  # interval of checks for a newer policy; it permits further groups
 
@@ -133,7 +133,7 @@ class Orchestrator:
                 if not running:
                     await self._wait_for(self._bound.needed_version(min(num_begun, total_groups - 1)))
                 await self._evaluate_if_due()
-                max_running = rollout.max_concurrent_groups if len(self._writes) <= MOST_WRITES else 0
+                max_running = rollout.max_concurrent_groups if len(self._writes) <= MAX_WRITES else 0
                 while (
                     num_begun < total_groups
                     and len(running) - len(self._scoring) < max_running

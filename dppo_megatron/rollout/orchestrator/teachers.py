@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 INVALID = RetryBudget(attempts=8, first_pause_s=0.1)  # for replies that are not distributions
-MOST_REQUESTS = 32  # limit of concurrent requests to a teacher
+MAX_REQUESTS = 32  # limit of concurrent requests to a teacher
 WARN_EVERY_S = 30.0  # a restarting teacher fails thousands of requests; a warning counts them
 TIMEOUT_REMEDY = " (distillation.request_timeout_s)"
 PROBE = "Żółw 12+34 = 46; naïve 東京 def f(x):\n\treturn x ** 2  # 😀"
@@ -74,7 +74,7 @@ class Teachers:
         self._config, self._settings = config, config.distillation
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._configs = {name: teacher_config(config, name) for name in self._settings.teachers}
-        self._slots = {name: asyncio.Semaphore(MOST_REQUESTS) for name in self._settings.teachers}
+        self._slots = {name: asyncio.Semaphore(MAX_REQUESTS) for name in self._settings.teachers}
         self._calls: dict[tuple[str, str], EngineCalls] = {}  # by teacher and URL
         self._verified: set[EngineCalls] = set()  # servers with the policy's tokens
         self._sums: defaultdict[str, float] = defaultdict(float)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 LAST_PORT = 65535
 SPECULATIVE = ("--speculative", "--spec-", "-sc")  # vLLM's and SGLang's flags
 OF_ONE_MACHINE = ("/dev/shm", "/run", "/tmp")
-MOST_LORA_RANK = 512
-MOST_SENDERS = 32  # each sender needs a communicator with buffers in every engine worker
+MAX_LORA_RANK = 512
+MAX_SENDERS = 32  # each sender needs a communicator with buffers in every engine worker
 LARGEST_TOLERANCE = 1.0  # nats; FP8 needs it, and other models differ by more
 ANSWER_S = 25.0  # an interpreter on a slow file system needs seconds to find a package
 
@@ -79,10 +79,10 @@ def _colocated(config: Config) -> Iterator[str]:
 
 def _transport(config: Config) -> Iterator[str]:
     senders = config.parallel.pipeline * config.parallel.expert
-    if config.samples and config.weight_sync.transport == "broadcast" and senders > MOST_SENDERS:
+    if config.samples and config.weight_sync.transport == "broadcast" and senders > MAX_SENDERS:
         yield (
             f"weight_sync.transport = broadcast: parallel.pipeline x parallel.expert = {senders} ranks send weights, "
-            f"and every engine worker would be in a group with each of them (at most {MOST_SENDERS}); set it to "
+            f"and every engine worker would be in a group with each of them (at most {MAX_SENDERS}); set it to "
             "shared_storage"
         )
 
@@ -125,7 +125,7 @@ def _adapters(config: Config) -> list[str]:
     e, m, broadcast = config.engine, config.model, config.weight_sync.transport == "broadcast"
     wrong = {
         "the run trains no adapters (model.lora.r = 0)": not m.lora.r,
-        f"engines take adapters of r at most {MOST_LORA_RANK} (model.lora.r = {m.lora.r})": m.lora.r > MOST_LORA_RANK,
+        f"engines take adapters of r at most {MAX_LORA_RANK} (model.lora.r = {m.lora.r})": m.lora.r > MAX_LORA_RANK,
         f"FP8 weights are made at each publish (engine.quantization = {e.quantization})": e.quantization != "none",
         "sleeping engines release their weights (engine.placement = colocated)": e.placement == "colocated",
         "adapters are sent as files (weight_sync.transport = broadcast)": broadcast,

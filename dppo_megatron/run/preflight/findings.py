@@ -12,7 +12,7 @@ from dppo_megatron.errors import bounded
 from .groups import KEEPER, PAIRS
 from .task import DONE, LOOKED, READY, STARTING
 
-MOST_SKEW_S = 5.0
+MAX_SKEW_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def _node_findings(tasks: Tasks) -> Iterator[NodeFinding]:
         for kind in ("problems", "faults", "warnings"):
             for text in task.facts.get(kind, ()):
                 nodes[kind, text][task.node] = None
-        if abs(skew := task.facts.get("skew_s", 0.0)) > MOST_SKEW_S:
+        if abs(skew := task.facts.get("skew_s", 0.0)) > MAX_SKEW_S:
             nodes["warnings", f"its clock is {skew:+.0f} s from the driver's: times in logs mislead"][task.node] = None
         for fact, value in task.facts.get("same", {}).items():
             same[fact][task.node] = value

@@ -17,7 +17,7 @@ from dppo_megatron.run.launch.rank_environment import nvidia_smi
 
 NVIDIA_SMI_S = 7.0
 VISIBLE_S, POLL_S = 4.0, 0.2  # a network file system may show another node's file later
-WRITTEN_BYTES, SLOW_MB_PER_S, MOST_USED_MIB = 32 << 20, 50.0, 4096
+WRITTEN_BYTES, SLOW_MB_PER_S, MAX_USED_MIB = 32 << 20, 50.0, 4096
 OLDEST_DRIVER = {"12": 525, "13": 580}  # major CUDA version of torch -> driver
 TOKEN = ".preflight-"  # prefix of file names in the run directory
 
@@ -67,7 +67,7 @@ def judge_gpu(out: Observed, rows: Sequence[Sequence[str]], local_rank: int, cud
         return
     _, out.gpu, name, driver, used_mib = row
     out.same |= {"driver": driver} | ({"GPU": name} if trains else {})
-    if used_mib.isdecimal() and int(used_mib) > MOST_USED_MIB:
+    if used_mib.isdecimal() and int(used_mib) > MAX_USED_MIB:
         out.faults.append(f"GPU {out.gpu}: another process uses {used_mib} MiB of it")
     oldest, major = OLDEST_DRIVER.get((cuda or "").partition(".")[0], 0), driver.partition(".")[0]
     if major.isdecimal() and int(major) < oldest:

@@ -197,7 +197,7 @@ def test_whatever_file_is_damaged_a_page_is_written(tmp_path):
 
 def test_a_run_too_large_for_the_page_is_sampled_and_a_note_reports_it(run, tmp_path, monkeypatch):
     monkeypatch.setattr(tokens, "TOKEN_SAMPLES", 2 * SAMPLES + 1)
-    monkeypatch.setattr(source, "MOST_ROLLOUTS", 2 * GROUPS * SAMPLES)
+    monkeypatch.setattr(source, "MAX_ROLLOUTS", 2 * GROUPS * SAMPLES)
     monkeypatch.setattr(rows, "ANSWER_BYTES", 100)
     page = Page(write_view(run, tmp_path / "a.html"))
     assert "2 of 4 steps are in the table, evenly spaced" in page.notes

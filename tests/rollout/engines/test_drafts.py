@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dppo_megatron.rollout.engines import drafts
-from dppo_megatron.rollout.engines.drafts import MOST_TOKENS, DraftRate, SuffixIndex
+from dppo_megatron.rollout.engines.drafts import MAX_TOKENS, DraftRate, SuffixIndex
 from dppo_megatron.rollout.engines.vllm.extension.bodies import GenerateBody, parse
 from dppo_megatron.rollout.engines.vllm.extension.wire import encode_request
 from tests.support.engines import group
@@ -77,12 +77,12 @@ def test_a_new_prompt_begins_with_the_acceptance_of_all():
 
 
 def test_the_memory_of_a_prompt_is_bounded_and_the_oldest_sequences_go():
-    index, half = SuffixIndex(), MOST_TOKENS // 2
+    index, half = SuffixIndex(), MAX_TOKENS // 2
     for first in range(3):
         index.add(np.arange(half) + 10**6 * first)
         index.draft(np.array([1], np.int32), 1, RUNNING)
-    assert sum(map(len, index._sequences)) == MOST_TOKENS
-    assert len(index._tokens) <= 2 * MOST_TOKENS + 4
+    assert sum(map(len, index._sequences)) == MAX_TOKENS
+    assert len(index._tokens) <= 2 * MAX_TOKENS + 4
     assert index.draft(np.array([7, 8], np.int32), 1, RUNNING)[0] == []
     assert index.draft(np.array([10**6 + 7, 10**6 + 8], np.int32), 1, RUNNING)[0] == [10**6 + 9]
     index.shrink()
@@ -99,7 +99,7 @@ def test_many_short_sequences_take_no_time():
 
 
 def test_an_index_that_dropped_sequences_drafts_as_a_new_one_and_is_not_rebuilt(monkeypatch):
-    monkeypatch.setattr(drafts, "MOST_TOKENS", 100)
+    monkeypatch.setattr(drafts, "MAX_TOKENS", 100)
     generator, index, added, built = np.random.default_rng(3), SuffixIndex(), 0, 0
     for _ in range(60):
         index.add(sequence := generator.integers(0, 3, generator.integers(3, 60)))

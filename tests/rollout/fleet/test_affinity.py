@@ -176,7 +176,7 @@ def test_requests_without_affinity_go_to_the_least_loaded_engine():
 
 
 def test_the_names_of_old_conversations_are_forgotten(monkeypatch):
-    monkeypatch.setattr("dppo_megatron.rollout.fleet.affinity.MOST_NAMES", 10)
+    monkeypatch.setattr("dppo_megatron.rollout.fleet.affinity.MAX_NAMES", 10)
     router = PrefixRouter()
     for number in range(50):
         router.choose(request(f"g{number}", 0), [Engine("a")])

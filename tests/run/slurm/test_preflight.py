@@ -14,7 +14,7 @@ from tests.support.slurm.runs import Run
 
 pytestmark = pytest.mark.slurm
 
-MOST_S = 20.0
+MAX_S = 20.0
 QUIET_S = 8.0  # of a preflight without a fault; where it takes longer, other processes keep the machine busy
 
 
@@ -51,7 +51,7 @@ def preflight(lab, task, tmp_path_factory):
         return report
 
     healthy = preflight("none", "")
-    most_s = MOST_S * max(1.0, healthy["seconds"] / QUIET_S)
+    most_s = MAX_S * max(1.0, healthy["seconds"] / QUIET_S)
 
     def in_time(*arguments, **named) -> dict:
         report = preflight(*arguments, **named)

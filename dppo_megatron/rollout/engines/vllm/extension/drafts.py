@@ -31,7 +31,7 @@ GIVEN = "dppo_drafts"
 """Key in a request's `extra_args`: sequences to draft from, as int32 bytes; empty if another request has them."""
 BATCH = "dppo_draft_batch"
 """Key in vLLM's additional config: the worker drafts while at most this many sequences run."""
-MOST_GROUPS = 512  # sequences are kept for this many groups; the oldest group is dropped first
+MAX_GROUPS = 512  # sequences are kept for this many groups; the oldest group is dropped first
 
 
 def has_drafts(config: VllmConfig) -> bool:
@@ -129,7 +129,7 @@ class BankDrafts:
                 finished.add([*prompt[-max(SUFFIXES) :], *response])
                 if not any(running.group == group for running in self._running.values()):
                     finished.shrink()
-        while len(self._groups) > MOST_GROUPS:
+        while len(self._groups) > MAX_GROUPS:
             self._groups.popitem(last=False)
 
     def _sample(self, sample: Callable[..., SamplerOutput], logits: Any, drafted: Any) -> SamplerOutput:
