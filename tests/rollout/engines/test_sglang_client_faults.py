@@ -123,7 +123,7 @@ INVALID = [  # changes of the last sample
     ({"output_top_logprobs_val_flat_b64_dtype": "float16"}, "top-K log-probs have dtypes"),
     ({"output_top_logprobs_null_prefix": 1}, "begin at token 1"),
     ({"finish_reason": {"type": "stop", "matched": "NaN happened"}}, "finish reason is none of"),
-    ({"finish_reason": None}, "garbles"),
+    ({"finish_reason": None}, "missing or invalid"),
 ]
 
 

@@ -192,7 +192,7 @@ async def test_an_unsupported_request_is_refused_with_a_message(serve):
         ({"messages": 3}, "messages = 3: not supported"),
         ({"messages": []}, "has no message"),
         ({"messages": [{"role": "user", "content": False}]}, "the prompt is bool, expected text"),
-        ({"messages": [user("a"), {"role": "assistant", "function_call": {"name": "f"}}]}, "has function_call"),
+        ({"messages": [user("a"), {"role": "assistant", "function_call": {"name": "f"}}]}, "field function_call"),
         ({"system": "be brief"}, 'system = "be brief": not supported'),
         ({"max_output_tokens": 1}, "max_output_tokens = 1: not supported"),
         ({"stream": "false"}, 'stream = "false": not supported'),
@@ -210,7 +210,7 @@ async def test_an_unsupported_request_is_refused_with_a_message(serve):
         ("responses", {"input": "a", "instructions": 5}, "the prompt is int, expected text"),
         ("messages", {"messages": [user("a")], "max_completion_tokens": 1}, "max_completion_tokens = 1: not supported"),
         ("messages", {"messages": [user("a"), {"role": "assistant", "content": "b"}], "max_tokens": 1}, "prefilled"),
-        ("messages", {"messages": [{"role": "user", "content": [call]}], "max_tokens": 1}, "are no object"),
+        ("messages", {"messages": [{"role": "user", "content": [call]}], "max_tokens": 1}, "an object as arguments"),
         (
             "messages",
             {"messages": [user("a")], "max_tokens": 1, "tools": [{"type": "bash_20250124"}]},
