@@ -48,7 +48,7 @@ def call(id: str, name: str, arguments: str | Body) -> Body:
     """Return a tool call in the form that chat templates take."""
     arguments_object = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
     if not isinstance(arguments_object, dict):
-        raise ValueError("the arguments of a call are no object")
+        raise ValueError("the arguments of a call are not an object")
     return described_call(id, name, arguments_object)
 
 

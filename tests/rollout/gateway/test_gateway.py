@@ -210,7 +210,7 @@ async def test_an_unsupported_request_is_refused_with_a_message(serve):
         ("responses", {"input": "a", "instructions": 5}, "the prompt is int, expected text"),
         ("messages", {"messages": [user("a")], "max_completion_tokens": 1}, "max_completion_tokens = 1: not supported"),
         ("messages", {"messages": [user("a"), {"role": "assistant", "content": "b"}], "max_tokens": 1}, "prefilled"),
-        ("messages", {"messages": [{"role": "user", "content": [call]}], "max_tokens": 1}, "an object as arguments"),
+        ("messages", {"messages": [{"role": "user", "content": [call]}], "max_tokens": 1}, "are not an object"),
         (
             "messages",
             {"messages": [user("a")], "max_tokens": 1, "tools": [{"type": "bash_20250124"}]},
