@@ -8,9 +8,10 @@ from torch import Tensor
 
 from dppo_megatron.objectives import build_objective
 from tests.objectives import published
+from tests.objectives.world import World, world
 
 
-def delta_low(w: published.World, t: Tensor) -> Tensor:
+def delta_low(w: World, t: Tensor) -> Tensor:
     shift = (w.ln_pi[t].exp() - w.ln_mu[t].exp()).detach()
     far = torch.where(shift > 0, shift > 0.15, -shift > 0.03)
     return published.dropped(-w.advantage[t] * w.ratio[t], far & published.harmful(w, t))
@@ -19,7 +20,7 @@ def delta_low(w: published.World, t: Tensor) -> Tensor:
 def relaxed(side: str, clip: float | None) -> published.Loss:
     """Rare tokens without a region where they became rarer, or more frequent."""
 
-    def loss(w: published.World, t: Tensor) -> Tensor:
+    def loss(w: World, t: Tensor) -> Tensor:
         p, a, r = w.ln_mu[t].exp(), w.advantage[t], w.ratio[t]
         freed = (p < 0.3) & ((r < 1) if side == "low" else (r > 1))
         far = ((w.ln_pi[t].exp() - p).abs() > 0.1) & published.harmful(w, t) if clip is None else None
@@ -29,7 +30,7 @@ def relaxed(side: str, clip: float | None) -> published.Loss:
     return loss
 
 
-def m2po_clip(w: published.World, t: Tensor, budget: float = 0.08) -> Tensor:
+def m2po_clip(w: World, t: Tensor, budget: float = 0.08) -> Tensor:
     """The released rule: PPO's clip at the largest t for which the squares, capped at t^2, average below the budget."""
     moved = w.ln_old - w.ln_mu
     away = w.advantage * moved > 0
@@ -44,7 +45,7 @@ def m2po_clip(w: published.World, t: Tensor, budget: float = 0.08) -> Tensor:
 def penalised(kind: str, delta: float, weighted: bool, only_outside: bool = False) -> published.Loss:
     """r A minus |A| / delta D, or minus D / delta: the ablation of the DRPO paper at the scale of its own penalty."""
 
-    def loss(w: published.World, t: Tensor) -> Tensor:
+    def loss(w: World, t: Tensor) -> Tensor:
         mu, pi, r = w.ln_mu[t].exp(), w.ln_pi[t].exp(), w.ratio[t]
         distance = {
             "l2": mu * (r - 1) ** 2 / 2,
@@ -60,7 +61,7 @@ def penalised(kind: str, delta: float, weighted: bool, only_outside: bool = Fals
     return loss
 
 
-def two_rejections(w: published.World, t: Tensor) -> Tensor:
+def two_rejections(w: World, t: Tensor) -> Tensor:
     ratio = w.ratio[t].detach()
     drop = (ratio.log().mean().exp() > 1.1) | (ratio < 0.3).any() | (ratio > 3).any()
     return published.dropped(-w.advantage[t] * ratio.detach() * w.ln_pi[t], drop)
@@ -77,7 +78,7 @@ def kl(mu: Tensor, pi: Tensor) -> Tensor:
 def dppo(distance: Callable[[Tensor, Tensor], Tensor], delta: float, *, topk: bool) -> published.Loss:
     """No gradient where D > delta and the update moves the sampled token further away."""
 
-    def loss(w: published.World, t: Tensor) -> Tensor:
+    def loss(w: World, t: Tensor) -> Tensor:
         found = []
         for i in t.tolist():
             mu, pi = (
@@ -91,7 +92,7 @@ def dppo(distance: Callable[[Tensor, Tensor], Tensor], delta: float, *, topk: bo
     return loss
 
 
-def topk_quadratic(w: published.World, t: Tensor) -> Tensor:
+def topk_quadratic(w: World, t: Tensor) -> Tensor:
     """r A minus |A| / (2 delta) times the squared shifts of the listed tokens, the sampled one and all others."""
     squares = []
     for i in t.tolist():
@@ -100,17 +101,17 @@ def topk_quadratic(w: published.World, t: Tensor) -> Tensor:
     return -w.advantage[t] * w.ratio[t] + w.advantage[t].abs() / 0.4 * torch.stack(squares)
 
 
-def response_topk(w: published.World, t: Tensor) -> Tensor:
+def response_topk(w: World, t: Tensor) -> Tensor:
     distances = [total_variation(*published.outcomes(w, i)) for i in t.tolist()]
     return published.dropped(-w.advantage[t] * w.ratio[t], torch.stack(distances).max() > 0.3)
 
 
-def response_k2(w: published.World, t: Tensor) -> Tensor:
+def response_k2(w: World, t: Tensor) -> Tensor:
     k2 = (w.ln_pi[t] - w.ln_mu[t]).detach() ** 2 / 2
     return published.dropped(-w.advantage[t] * w.ratio[t], k2.mean() > 0.05)
 
 
-def spo(w: published.World, t: Tensor) -> Tensor:
+def spo(w: World, t: Tensor) -> Tensor:
     a, r = w.advantage[t], w.ratio[t]
     return -a * r + a.abs() * (r - 1) ** 2 / (0.2 + 0.6 * (r > 1).double())
 
@@ -199,7 +200,7 @@ EVERY = {name: (name, overrides, loss) for name, (overrides, loss) in published.
 def check(label: str, seed: int, dtype: torch.dtype = torch.float64) -> None:
     """Loss and gradient on one world equal the written ones: to 1e-10, in fp32 to 1e-6 of their size."""
     name, overrides, loss = EVERY[label]
-    ours = published.world(seed, dtype)
+    ours = world(seed, dtype)
     objective = build_objective(name, **overrides)
     call = ours.call
     if not objective.needs_old:  # a trainer computes it for none but those that ask
