@@ -28,7 +28,7 @@ def browser() -> Iterator:
 
 @pytest.fixture(scope="module")
 def show(browser) -> Iterator[Callable]:
-    """f(file) -> the page once all of it is drawn. At the end: it asked for nothing else and complained of nothing."""
+    """f(file) -> the page, drawn. At the end: it asked for nothing else and complained of nothing."""
     context = browser.new_context(viewport={"width": 1500, "height": 1000}, offline=True)
     asked, said = [], []
 
@@ -38,7 +38,7 @@ def show(browser) -> Iterator[Callable]:
         page.on("console", lambda message: said.append(message.text))
         page.on("pageerror", lambda error: said.append(str(error)))
         page.goto(path.as_uri() + link)
-        page.wait_for_function("performance.getEntriesByName('page-shown').length")
+        page.locator("html[data-shown]").wait_for(state="attached")
         assert asked.pop().partition("#")[0] == path.as_uri()
         return page
 

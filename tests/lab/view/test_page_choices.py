@@ -203,13 +203,13 @@ def test_a_link_shows_the_same_rollout_and_choices(page, show):
 
 def test_the_page_of_an_active_run_reloads_itself(browser, tmp_path, monkeypatch):
     run = write_run(tmp_path)
-    monkeypatch.setattr("dppo_megatron.lab.view.write.run_state", lambda _: "running at step 3")
+    monkeypatch.setattr("dppo_megatron.lab.view.write.run_state", lambda *_: "running at step 3")
     page = browser.new_page()
     page.clock.install()
     page.goto(write_view(run).as_uri())
     page.locator("[data-filter=step]").fill("2")
     page.locator("#reload").check()
-    monkeypatch.setattr("dppo_megatron.lab.view.write.run_state", lambda _: "finished at step 4")
+    monkeypatch.setattr("dppo_megatron.lab.view.write.run_state", lambda *_: "finished at step 4")
     write_view(run)
     page.clock.fast_forward(31_000)
     page.locator(".tile", has_text="finished at step 4").wait_for()

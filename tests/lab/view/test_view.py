@@ -221,7 +221,7 @@ def test_the_command_names_its_file_and_refuses_paths_that_are_no_run_or_bank(ru
 
 def test_following_writes_until_the_run_ends(run, tmp_path, monkeypatch):
     states = iter(["running", "waiting", "finished", "finished"])
-    monkeypatch.setattr("dppo_megatron.report.run_state.run_state", lambda _: RunState(next(states), 3))
+    monkeypatch.setattr("dppo_megatron.report.run_state.run_state", lambda *_: RunState(next(states), 3))
     waits = []
     monkeypatch.setattr("time.sleep", waits.append)
     path = tmp_path / "page.html"

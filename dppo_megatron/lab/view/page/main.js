@@ -234,7 +234,7 @@ async function start() {
   const linked = wanted ? data.set.findIndex((_, row) => nameOf(row) === wanted) : -1;
   if (table.order.length && !asked) show(linked < 0 ? table.first() : linked);
   if (y) setTimeout(scrollTo, 100, 0, y); // as before the reload
-  performance.mark("page-shown");
+  document.documentElement.dataset.shown = "";
 }
 
 addEventListener("hashchange", () => location.reload()); // another link to this page
